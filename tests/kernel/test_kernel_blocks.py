@@ -30,7 +30,7 @@ from segments import (
 
 from zero8.op import kernel
 from zero8.spec import reference
-from zero8.spec.adam import ADAM, UNKNOWN_HISTORY, AdamScalars, next_history
+from zero8.spec.adam import ADAM, UNKNOWN_HISTORY, next_history
 from zero8.spec.codec import CODECS, quantize
 from zero8.spec.packing import packed
 from zero8.spec.segment import Moment, Segment
@@ -248,7 +248,8 @@ def test_largest_update_at_any_step_stays_below_the_exact_bound(betas):
     history = 0.0
     for step in range(1, 2000):
         history = next_history(history, *betas)
-        scalars = AdamScalars.at(step, history, lr=1.0, eps=1e-8, weight_decay=0.0, betas=betas)
+        group = {**ADAM.options, "lr": 1.0, "betas": betas}
+        scalars = ADAM.scalars(step, (history,), group, True)
         largest = float(np.float32(scalars.step_size) * np.float32(scalars.max_ratio))
         bound = math.sqrt(history * (1 - betas[1] ** step)) / (1 - betas[0] ** step)
         assert bound * (1 - 2.0**-21) < largest < bound
@@ -408,6 +409,7 @@ def test_kernel_isas_start_with_the_baseline():
 
 def test_step_scalars_are_float32_values():
     """Kernels get float32, the reference Python floats: they have to be the same numbers."""
-    scalars = AdamScalars.at(7, 3.3, **{**ADAMW, "lr": 1 / 3, "betas": (0.87, 0.9993)})
+    group = {**ADAM.options, **ADAMW, "lr": 1 / 3, "betas": (0.87, 0.9993)}
+    scalars = ADAM.scalars(7, (3.3,), group, True)
     for name, value in scalars._asdict().items():
         assert float(torch.tensor(value, dtype=FP32)) == value, name

@@ -7,19 +7,27 @@ import math
 
 import pytest
 import torch
-from small_optimizers import assert_equal, gamma, param, run, set_grads
+from nests import assert_same
+from reference_twin import NAME, SEED, SHAPE, ReferenceTwin
+from small_optimizers import (
+    assert_equal,
+    gamma,
+    param,
+    required_by,
+    run,
+    set_grads,
+    small_model,
+    through_file,
+)
 from torch import nn
 
 import zero8
 from zero8 import Adam8bitBlockwise, AdEMAMix8bitBlockwise, Lion8bitBlockwise, SGD8bitBlockwise
 from zero8.optimizer.elementwise import OPTIMIZERS
-from zero8.spec import dither, reference
 from zero8.spec.ademamix import beta3_at
 from zero8.spec.algorithms import ALGORITHMS
 from zero8.spec.codec import CODECS
-from zero8.spec.grid import BlockGrid
-from zero8.spec.packing import packed
-from zero8.spec.segment import Moment, Rounding, Segment
+from zero8.spec.segment import Rounding
 from zero8.state.keywords import DEFAULTS
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -33,6 +41,7 @@ ADAM, LION, SGD, MIX = (
     AdEMAMix8bitBlockwise,
 )
 OPTIONS = {
+    ADAM: {"lr": LR, "betas": BETAS, "eps": 1e-6, "weight_decay": DECAY},
     LION: {"lr": LR, "betas": BETAS, "weight_decay": DECAY},
     SGD: {"lr": LR, "momentum": 0.9, "weight_decay": DECAY, "nesterov": True},
     MIX: {"lr": LR, "weight_decay": DECAY, "alpha": 2.0, "t_alpha": 4, "t_beta3": 8},
@@ -48,6 +57,100 @@ def entry_of(made) -> str:
 
 
 # --- The step ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.5)], ids=str)
+def test_adam_float32_moments_follow_adamw(betas, weight_decay):
+    """torch's AdamW in float64 is the exact value; the bound counts our roundings up to step t.
+
+    m = sum a_i g_i: a term rounds 3 times per step (constant, product, sum), 3t in all, so m is
+    within gamma(3t) sum a_i |g_i| =: gamma(3t) M.  v has positive terms of 3t + 2 roundings, and
+    d = sqrt(v)/sqrt(1-b2^t) + eps is relative to itself within gamma(3t + 5).  A quotient by d
+    counts that twice, and rounds: m/d is within gamma(9t + 11) M/d.  With the rounded step size,
+    decay and the last fma, with e_t the error of the parameter and s the step size:
+
+        e_t = decay (1 + gamma(3)) e_{t-1} + gamma(3) decay |p| + s gamma(9t + 13) M/d
+
+    One more rounding covers that float64 rounds too.
+    """
+    lr, eps, (beta1, beta2) = 1e-2, 1e-8, betas
+    mine = param(70, 90)
+    exact = nn.Parameter(mine.detach().double())
+    keywords = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    optimizer = Adam8bitBlockwise([mine], min_8bit_size=10**9, **keywords)
+    adamw = torch.optim.AdamW([exact], foreach=False, **keywords)
+    # From exact zeros over gradients that eps dominates to large ones.
+    magnitude = torch.logspace(-11, 5, 90)
+    magnitude[::10] = 0.0
+    error, absolute_m = torch.zeros(70, 90).double(), torch.zeros(70, 90).double()
+    for t in range(1, 41):
+        set_grads([mine], t)
+        mine.grad *= magnitude
+        exact.grad = mine.grad.double()
+        before = exact.detach().abs()
+        optimizer.step()
+        adamw.step()
+        absolute_m = beta1 * absolute_m + (1 - beta1) * exact.grad.abs()
+        d = (adamw.state[exact]["exp_avg_sq"] / (1 - beta2**t)).sqrt() + eps
+        decay, size = 1 - lr * weight_decay, lr / (1 - beta1**t)
+        error = decay * ((1 + gamma(3)) * error + gamma(3) * before)
+        error += size * gamma(9 * t + 14) * absolute_m / d
+        assert ((mine - exact).abs() <= error).all(), f"step {t}"
+    assert error.max() < lr / 50  # the bound is far below one update
+
+
+@codecs
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_adam_first_step_does_not_depend_on_the_codec(codec, dtype):
+    """Moments are encoded after the update, and the first step starts from zeros.
+
+    Rows are a block long, so that dithers of weights restart where those of float32 moments do.
+    """
+    quantized, plain = param(64, 256, dtype=dtype), param(64, 256, dtype=dtype)
+    run(Adam8bitBlockwise([quantized], lr=0.1, codec=codec), [quantized], 1)
+    run(Adam8bitBlockwise([plain], lr=0.1, min_8bit_size=10**9), [plain], 1)
+    assert_equal([quantized], [plain])
+
+
+@codecs
+def test_adam_zero_gradients_with_weight_decay_follow_adamw_exactly(codec):
+    """The update is then one product, p * (1 - lr * weight_decay), in both optimizers."""
+    mine, theirs = param(64, 100), param(64, 100)
+    optimizer = Adam8bitBlockwise([mine], lr=1e-2, weight_decay=0.3, codec=codec)
+    adamw = torch.optim.AdamW([theirs], lr=1e-2, weight_decay=0.3, foreach=False)
+    for step in range(10):
+        set_grads([mine], step)
+        mine.grad[:, ::2] = 0.0
+        theirs.grad = mine.grad.clone()
+        optimizer.step()
+        adamw.step()
+        assert torch.equal(mine[:, ::2], theirs[:, ::2])
+
+
+def test_adam_l2_adds_decay_to_the_gradient():
+    """Exact sums of eighths: the same bits as without decay on the summed gradient."""
+    mine, theirs = (nn.Parameter(torch.arange(6400.0).view(64, 100) / 8 - 400) for _ in range(2))
+    mine.grad = torch.randint(-8, 9, (64, 100)) / 8
+    theirs.grad = mine.grad + 0.5 * theirs.detach()
+    Adam8bitBlockwise([mine], weight_decay=0.5, adam_w_mode=False).step()
+    Adam8bitBlockwise([theirs]).step()
+    assert_equal([mine], [theirs])
+
+
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_algorithm_maximize_equals_negated_gradients(optimizer_class):
+    model, other = small_model(), small_model()
+    options = required_by(optimizer_class)
+    up = optimizer_class(model.parameters(), maximize=True, **options)
+    down = optimizer_class(other.parameters(), **options)
+    for step in range(5):
+        set_grads(model.parameters(), step)
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            q.grad = -p.grad
+        up.step()
+        down.step()
+    assert_equal(model.parameters(), other.parameters())
 
 
 @pytest.mark.parametrize("betas", [BETAS, (0.95, 0.98), (0.0, 0.5)], ids=str)
@@ -192,51 +295,25 @@ def test_ademamix_beta3_comes_up_so_that_the_memory_grows_in_equal_steps():
     assert beta3_at(101, group) == beta3_at(1, {**group, "t_beta3": None}) == 0.9999
 
 
+ROUNDINGS = {"dither": Rounding.DITHER, "hash": Rounding.HASH, False: Rounding.NEAREST}
+
+
 @every
 @codecs
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_algorithm_steps_are_those_of_the_reference(made, codec, dtype):
-    """Scalars, phases and blocks as documented: keys from seed and name, phases from the step."""
-    mine, theirs = param(20, 300, dtype=dtype), param(20, 300, dtype=dtype)
-    algorithm = made.algorithm
-    optimizer = made([("layer.weight", mine)], codec=codec, seed=5, **OPTIONS[made])
-    grid, identity = BlockGrid.of((20, 300), 256), dither.identity_of("layer.weight")
-    group, memory = {**algorithm.options, **OPTIONS[made]}, (0.0,) * len(algorithm.memory)
-    codes = [CODECS[codec].code_of(rule) for rule in algorithm.moments]
-    moments = [
-        Moment(
-            packed(torch.full((6000,), code.zero_code, dtype=torch.uint8), grid, 0, code.bits),
-            torch.zeros(grid.num_blocks, *code.scale_shape),
-        )
-        for code in codes
-    ]
+@pytest.mark.parametrize(
+    ("dtype", "rounding"), [(FP32, "dither"), *((BF16, one) for one in ROUNDINGS)], ids=str
+)
+def test_algorithm_steps_are_those_of_the_reference(made, codec, dtype, rounding):
+    mine, theirs = param(*SHAPE, dtype=dtype), param(*SHAPE, dtype=dtype)
+    settings = {"codec": codec, "seed": SEED, "stochastic_rounding": rounding}
+    optimizer = made([(NAME, mine)], **settings, **OPTIONS[made])
+    twin = ReferenceTwin(made.algorithm, codec)
     for step in range(1, 6):
         set_grads([mine], step)
         optimizer.step()
-        streams = (*algorithm.moment_names, "param")
-        keys = [dither.stream_key(5, identity, stream) for stream in streams]
-        *phases, param_phase = (dither.phase_of(key, step) for key in keys)
-        for moment, phase in zip(moments, phases, strict=True):
-            moment.phase = phase
-        memory = algorithm.next_memory(step, memory, group)
-        segment = Segment(
-            param=theirs.detach().view(-1),
-            grad=mine.grad.view(-1),
-            algorithm=algorithm,
-            moments=moments,
-            codec=CODECS[codec],
-            grid=grid,
-            first=0,
-            scalars=algorithm.scalars(step, memory, group, True),
-            param_phase=param_phase,
-            rounding=Rounding.DITHER,
-        )
-        assert reference.step(segment) == 0
+        twin.step(step, theirs, mine.grad, optimizer.param_groups[0], ROUNDINGS[rounding])
         assert_equal([mine], [theirs])
-        state = optimizer.state[mine]
-        for name, code, moment in zip(algorithm.moment_names, codes, moments, strict=True):
-            assert torch.equal(state[f"{name}_q{code.bits}"].view(-1), moment.values)
-            assert torch.equal(state[f"{name}_scale"].view(moment.scales.shape), moment.scales)
+        twin.assert_is(optimizer.state[mine])
 
 
 @every
@@ -254,6 +331,8 @@ def test_algorithm_zero_gradients_never_move_parameters(made, codec):
         if step == 0:
             assert (p != before)[~idle].all()
             assert made is not LION or ((p - before).abs()[~idle] - 0.1).abs().max() < 1e-6
+    for store in optimizer.moments(p):
+        assert (store.codes_of(0, 0, p.numel())[idle.flatten()] == store.code.zero_code).all()
 
 
 def averaging(made, beta: float, start: torch.Tensor):
@@ -381,24 +460,22 @@ def test_algorithm_state_has_its_bytes(made):
     assert sorted(state) == sorted(["format", "step", *memory, *moments])
     assert state["format"].tolist()[:2] == [1, algorithm.number]
     (row,) = optimizer.memory_report().rows
-    scales = 4 if made is MIX else 1  # v has two
+    scales = {ADAM: 3, MIX: 4}.get(made, 1)  # v has two
     assert row.state_bytes == len(algorithm.moments) * 64 * 512 + 4 * scales * 64 * 2
 
 
 @every
 @codecs
 @pytest.mark.parametrize("form", ["8bit", "fp32"])
-def test_algorithm_state_dict_through_a_file_continues_with_the_same_bits(
-    made, codec, form, tmp_path
-):
+def test_algorithm_state_dict_through_a_file_continues_with_the_same_bits(made, codec, form):
     p = param(20, 300, dtype=FP32)
     optimizer = made([("w", p)], codec=codec, state_dict_format=form, **OPTIONS[made])
     run(optimizer, [p], 3)
-    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    saved = optimizer.state_dict()
     q = nn.Parameter(p.detach().clone())
     other = made([("w", q)], codec=codec, **OPTIONS[made])
-    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    if form == "fp32" and made is MIX:  # the bounds of its updates are forgotten
+    other.load_state_dict(through_file(saved))
+    if form == "fp32" and made.algorithm.memory:  # the bounds of its updates are forgotten
         for mine, theirs in zip(optimizer.moments(p), other.moments(q), strict=True):
             assert torch.equal(mine.codes, theirs.codes)
             assert torch.equal(mine.scales, theirs.scales)
@@ -475,11 +552,7 @@ def test_states_of_other_algorithms_are_refused(ours, make, theirs, message):
     before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(make(theirs))
-    after = optimizer.state_dict()["state"][0]
-    assert all(
-        torch.equal(torch.as_tensor(after[k]), torch.as_tensor(v))
-        for k, v in before["state"][0].items()
-    )
+    assert_same(optimizer.state_dict()["state"], before["state"])
 
 
 @every
@@ -514,40 +587,29 @@ def test_hint_names_no_keyword_that_the_optimizer_lacks():
 
 @pytest.mark.parametrize(("made", "key"), NOT_THEIR_OWN)
 def test_keyword_that_is_not_its_own_is_refused_with_those_that_are(made, key):
-    known = {LION: "betas", SGD: "dampening", MIX: "alpha"}[made]
+    known = {ADAM: "eps", LION: "betas", SGD: "dampening", MIX: "alpha"}[made]
     with pytest.raises(ValueError, match=f"unknown parameter '{key}' for {made.__name__}.*{known}"):
         made([param(4, 4)], **OPTIONS[made], **{key: True})
 
 
-BAD_SGDS = {
-    "no momentum": ({}, r"momentum: got 0\.0, expected .* use torch.optim.SGD"),
-    "momentum 1": ({"momentum": 1.0}, r"momentum: got 1\.0, expected a number above 0 and below 1"),
-    "dampening": ({"momentum": 0.9, "dampening": 1.5}, r"dampening: got 1\.5, expected at most 1"),
-    "nesterov": (
-        {"momentum": 0.9, "dampening": 0.5, "nesterov": True},
-        r"nesterov: got true with a dampening of 0\.5",
-    ),
-    "flag": ({"momentum": 0.9, "nesterov": 1}, "nesterov: got 1, expected true or false"),
+BAD = {
+    "no momentum": (SGD, {}, r"momentum: got 0\.0, expected .* use torch.optim.SGD"),
+    "momentum 1": (SGD, {"momentum": 1.0}, r"momentum: got 1\.0, expected a number above 0 and"),
+    "dampening": (SGD, {"dampening": 1.5}, r"dampening: got 1\.5, expected at most 1"),
+    "nesterov": (SGD, {"dampening": 0.5, "nesterov": True}, "nesterov: got true with a dampening"),
+    "flag": (SGD, {"nesterov": 1}, "nesterov: got 1, expected true or false"),
+    "two betas": (MIX, {"betas": (0.9, 0.999)}, "betas: got .*, expected three numbers, such as"),
+    "alpha": (MIX, {"alpha": -1.0}, r"alpha: got -1\.0, expected at least 0"),
+    "schedule": (MIX, {"betas": (0.0, 0.9, 0.99), "t_beta3": 5}, "t_beta3: got 5 .*beta1 above 0"),
 }
 
 
-BAD_MIXES = {
-    "two betas": ({"betas": (0.9, 0.999)}, "betas: got .*, expected three numbers, such as"),
-    "alpha": ({"alpha": -1.0}, r"alpha: got -1\.0, expected at least 0"),
-    "schedule": ({"betas": (0.0, 0.9, 0.99), "t_beta3": 5}, "t_beta3: got 5 .*beta1 above 0"),
-}
-
-
-@pytest.mark.parametrize(("options", "message"), BAD_MIXES.values(), ids=BAD_MIXES)
-def test_ademamix_option_that_is_invalid_is_refused(options, message):
+@pytest.mark.parametrize("name", BAD)
+def test_option_that_is_invalid_is_refused(name):
+    made, options, message = BAD[name]
+    momentum = {"momentum": 0.9} if made is SGD and name != "no momentum" else {}
     with pytest.raises(ValueError, match=message):
-        AdEMAMix8bitBlockwise([param(4, 4)], **options)
-
-
-@pytest.mark.parametrize(("options", "message"), BAD_SGDS.values(), ids=BAD_SGDS)
-def test_sgd_option_that_is_invalid_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        SGD8bitBlockwise([param(4, 4)], **options)
+        made([param(4, 4)], **momentum | options)
 
 
 def test_lion_settings_have_the_defaults_of_adam():

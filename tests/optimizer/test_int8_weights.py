@@ -2,12 +2,11 @@
 """Steps of INT8 weights: those of float32 ones between (W1) and (W3) of zero8.spec.int8_rows."""
 
 import copy
-import io
 
 import pytest
 import torch
 from int8_weights import copy_of, int8_param, same_bits
-from small_optimizers import set_grads
+from small_optimizers import set_grads, through_file
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -131,38 +130,13 @@ def test_state_of_int8_weights_resumes_to_the_bit():
     whole, parts = int8_params(), int8_params()
     trained(whole, steps=4)
     first = trained(parts, steps=2)
-    saved = io.BytesIO()
-    torch.save(first.state_dict(), saved)
-    saved.seek(0)
     resumed = [copy_of(p) for p in parts]
     optimizer = make(MAKERS["log"], resumed)
-    optimizer.load_state_dict(torch.load(saved, weights_only=True))
+    optimizer.load_state_dict(through_file(first.state_dict()))
     for step in range(2, 4):
         set_grads(resumed, step)
         optimizer.step()
     assert all(map(same_bits, resumed, whole))
-
-
-def test_state_of_int8_weights_has_the_bytes_of_the_same_float32_weights():
-    params = int8_params()
-    wide = [nn.Parameter(weights_of(shape)) for shape in SHAPES]
-    reports = [trained(those, steps=1).memory_report() for those in (params, wide)]
-    assert reports[0].rows == reports[1].rows
-
-
-def test_step_of_widened_int8_weights_copies_only_some_rows_to_float32(monkeypatch):
-    """4096 rows of 1000: 2^18 elements are 262 rows and a rest."""
-    monkeypatch.setattr(in_chunks, "is_widened", lambda device: True)
-    monkeypatch.setattr(in_chunks, "MOST_ELEMENTS", 1 << 18)
-    sizes = []
-
-    def buffer_of(pieces, device):
-        sizes.append(max(piece.numel for piece in pieces))
-        return torch.empty(sizes[-1], device=device)
-
-    monkeypatch.setattr(in_chunks, "buffer_of", buffer_of)
-    trained([int8_param(weights_of((4096, 1000)))], steps=1)
-    assert set(sizes) == {262 * 1000}
 
 
 @pytest.mark.usefixtures("way")
@@ -332,21 +306,3 @@ def test_step_of_int8_weights_has_the_same_skipped_blocks_with_any_number_of_pie
     (p, moments), *others = found
     for other, its_moments in others:
         assert same_bits(p, other) and all(map(torch.equal, moments, its_moments))
-
-
-def test_step_of_a_plain_int8_parameter_is_refused():
-    p = nn.Parameter(torch.zeros(64, 64, dtype=torch.int8), requires_grad=False)
-    optimizer = make(MAKERS["log"], [p])
-    p.grad_dtype = None
-    p.grad = torch.zeros(64, 64)
-    with pytest.raises(ValueError, match="got a parameter of dtype torch.int8, expected one of"):
-        optimizer.step()
-
-
-def test_step_of_int8_weights_refuses_a_gradient_of_another_dtype():
-    p = int8_param(weights_of((64, 64)))
-    optimizer = make(MAKERS["log"], [p])
-    p.grad_dtype = None
-    p.grad = torch.zeros(64, 64, dtype=torch.float64)
-    with pytest.raises(ValueError, match="gradient of a torch.int8 parameter of dtype torch.float"):
-        optimizer.step()

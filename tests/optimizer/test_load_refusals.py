@@ -41,7 +41,52 @@ def of_adam(values):
     return state(0, {"step": 3, **moments})
 
 
+def without(key):
+    return lambda saved: saved["state"][0].pop(key)
+
+
+def changed(key, change):
+    def changes(saved):
+        saved["state"][0][key] = change(saved["state"][0][key])
+
+    return changes
+
+
+def with_number(place, number):
+    """Return what changes a number of the format."""
+    return changed("format", lambda f: f.index_fill(0, torch.tensor([place]), number))
+
+
 REFUSED = {
+    "an unknown algorithm": (with_number(1, 7), "got a state of algorithm 7"),
+    "an unknown codec": (with_number(2, 99 * 0x101), "codec number 99 is unknown"),
+    "no step": (without("step"), "step"),
+    "no history": (without("history"), "history"),
+    "no format": (without("format"), "without .*exp_avg"),
+    "no codes": (without("exp_avg_sq_q8"), "exp_avg_sq_q8: missing"),
+    "no scales": (without("exp_avg_scale"), "exp_avg_scale: missing"),
+    "a scale of NaN": (
+        changed("exp_avg_scale", lambda s: s * torch.nan),
+        "exp_avg of .*: got a scale that is not finite",
+    ),
+    "v below zero": (
+        changed("exp_avg_sq_scale", torch.Tensor.neg),
+        "exp_avg_sq of .*: got a negative scale",
+    ),
+    "a code that there is not": (
+        changed("exp_avg_q8", lambda c: torch.full_like(c, 128)),
+        "exp_avg of .*: got a code that is NaN or unused: 128",
+    ),
+    "history of NaN": (entry("history", float("nan")), "history: got nan"),
+    "one parameter less": (
+        lambda saved: saved["param_groups"][0]["params"].pop(),
+        "size|length|parameter",
+    ),
+    "lr of NaN": (setting("lr", float("nan")), "lr: got nan"),
+    "negative eps": (setting("eps", -1.0), "eps: got -1.0"),
+    "beta2 above 1": (setting("betas", (0.9, 1.5)), "betas: got 1.5"),
+    "betas as a string": (setting("betas", "ab"), "betas: got 'ab'"),
+    "infinite weight decay": (setting("weight_decay", float("inf")), "weight_decay: got inf"),
     "a step of laughs": (entry("step", laughs()), "step: got a value of type list"),
     "a step of 5000 digits": (entry("step", 10**5000), "step: got an integer of 16610 bits"),
     "a history of laughs": (entry("history", laughs()), "history: got a value of type list"),
@@ -71,7 +116,9 @@ def test_state_dict_with_what_no_save_writes_is_refused_and_nothing_changes(name
     change, message = REFUSED[name]
     saved = copy.copy(saved_state(plain_optimizer))
     saved["state"] = {key: dict(one) for key, one in saved["state"].items()}
-    saved["param_groups"] = [dict(group) for group in saved["param_groups"]]
+    saved["param_groups"] = [
+        {**group, "params": list(group["params"])} for group in saved["param_groups"]
+    ]
     params, optimizer = plain_optimizer()
     take_steps(params, optimizer, 1)
     assert load_and_step(plain_optimizer, saved) == "loaded"

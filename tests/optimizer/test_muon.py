@@ -2,7 +2,6 @@
 """Muon on plain tensors: its steps, which parameters it takes, its states, and what it refuses."""
 
 import copy
-import io
 import math
 import pickle
 
@@ -11,19 +10,17 @@ import numpy as np
 import pytest
 import torch
 from nests import assert_same
-from small_optimizers import assert_equal, gamma, param, set_grads
+from reference_twin import NAME, SEED, SHAPE, ReferenceTwin
+from small_optimizers import assert_equal, gamma, param, set_grads, through_file
 from torch import nn
 
-from zero8 import Adam8bitBlockwise, SGD8bitBlockwise, StableEmbedding
+from zero8 import Adam8bitBlockwise, StableEmbedding
 from zero8.optimizer.clipping import factor_of
 from zero8.optimizer.muon import Muon8bitBlockwise
-from zero8.spec import dither, reference
 from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS
-from zero8.spec.grid import BlockGrid
 from zero8.spec.muon import MUON
-from zero8.spec.packing import packed
-from zero8.spec.segment import Moment, Rounding, Segment
+from zero8.spec.segment import Rounding
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -101,53 +98,15 @@ def test_muon_float32_moments_follow_float64(shape, nesterov):
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_muon_momentum_has_the_bits_of_the_reference(codec, nesterov, dtype):
     """(O1) with the key of its name; what the reference does to a parameter is not Muon's."""
-    p = param(20, 300, dtype=dtype)
-    optimizer = Muon8bitBlockwise(
-        [("layer.weight", p)], codec=codec, seed=5, nesterov=nesterov, momentum=0.9
-    )
-    grid, identity = BlockGrid.of((20, 300), 256), dither.identity_of("layer.weight")
-    code = CODECS[codec].code_of(MUON.moments[0])
-    codes = torch.full((6000,), code.zero_code, dtype=torch.uint8)
-    values = packed(codes, grid, 0, code.bits)
-    moment = Moment(values, torch.zeros(grid.num_blocks, *code.scale_shape))
-    key = dither.stream_key(5, identity, MUON.moment_names[0])
+    p, twin = param(*SHAPE, dtype=dtype), ReferenceTwin(MUON, codec)
+    settings = {"codec": codec, "seed": SEED, "nesterov": nesterov, "momentum": 0.9}
+    optimizer = Muon8bitBlockwise([(NAME, p)], **settings)
     for step in range(1, 5):
         set_grads([p], step)
         optimizer.step()
-        moment.phase = dither.phase_of(key, step)
-        segment = Segment(
-            param=torch.zeros(6000),
-            grad=p.grad.view(-1),
-            algorithm=MUON,
-            moments=[moment],
-            codec=CODECS[codec],
-            grid=grid,
-            first=0,
-            scalars=MUON.scalars(step, (), optimizer.param_groups[0], True),
-            param_phase=0,
-            rounding=Rounding.NEAREST,
-        )
-        assert reference.step(segment) == 0
-        state = optimizer.state[p]
-        assert torch.equal(state[f"momentum_buffer_q{code.bits}"].view(-1), moment.values)
-        scales = state["momentum_buffer_scale"].view(moment.scales.shape)
-        assert torch.equal(scales, moment.scales)
-
-
-@codecs
-def test_muon_momentum_has_the_bits_of_sgd_with_equal_dampening(codec):
-    """SGD's first step has no dampening: there the gradient is 0, and the moment with it."""
-    p, q = param(20, 300), param(20, 300)
-    ours = muon(p, codec=codec, momentum=0.9)
-    sgd = SGD8bitBlockwise([("0", q)], codec=codec, momentum=0.9, dampening=0.9)
-    for step in range(5):
-        set_grads([p, q], step)
-        if step == 0:
-            p.grad.zero_()
-        q.grad = p.grad.clone()
-        ours.step()
-        sgd.step()
-        assert_same(codes_of(ours, p), codes_of(sgd, q))
+        unused = torch.zeros(SHAPE)
+        twin.step(step, unused, p.grad, optimizer.param_groups[0], Rounding.NEAREST)
+        twin.assert_is(optimizer.state[p])
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
@@ -167,14 +126,6 @@ def test_muon_steps_other_parameters_as_adamw(dtype):
     assert_equal(mine.values(), theirs.values())
     for name in shapes:
         assert_same(ours.state[mine[name]], adam.state[theirs[name]])
-
-
-def test_muon_zero_gradients_leave_a_matrix_without_decay():
-    p = param(16, 300)
-    before = p.detach().clone()
-    p.grad = torch.zeros_like(p)
-    muon(p, weight_decay=0.0).step()
-    assert torch.equal(p, before)
 
 
 @pytest.mark.parametrize("shape", [(64, 256), (256, 64)], ids=["wide", "tall"])
@@ -234,33 +185,6 @@ def test_muon_experts_step_as_the_matrices_one_by_one():
             assert torch.equal(m, alone["momentum_buffer"])
             assert (stacked[number] - p).abs().max() <= bound
     assert bound < 0.01 / 5
-
-
-def test_muon_filters_step_as_the_matrix_of_their_rows():
-    filters = param(4, 3, 2, 2)
-    matrix = nn.Parameter(filters.detach().clone().view(4, 12))
-    settings = {"fp32_params": ["*"], "weight_decay": 0.0}
-    ours, theirs = muon(filters, **settings), muon(matrix, **settings)
-    bound = 0.0
-    for step in range(3):
-        set_grads([filters], step)
-        matrix.grad = filters.grad.clone().view(4, 12)
-        bound += difference_bound(theirs, matrix, 1)
-        ours.step()
-        theirs.step()
-        assert (filters.view(4, 12) - matrix).abs().max() <= bound
-    assert bound < 0.01 / 5
-
-
-def test_muon_bfloat16_weights_are_dithered_by_seed():
-    def trained(seed):
-        p, q = param(40, 256, dtype=BF16), param(3, 10, 64, dtype=BF16)
-        run(muon(p, q, seed=seed, lr=1e-4), [p, q], 3)
-        return p, q
-
-    ours = trained(1)
-    assert_equal(ours, trained(1))
-    assert any((p != q).any() for p, q in zip(ours, trained(2), strict=True))
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
@@ -366,32 +290,56 @@ def model() -> nn.Module:
     return made
 
 
-def test_muon_takes_matrices_by_their_names():
-    expected = {"inner.weight", "conv.weight"}
-    whole = model()
-    groups = groups_of(Muon8bitBlockwise(whole.named_parameters()))
-    assert set(groups[True]) == expected
-    assert set(groups[False]) == {name for name, _ in whole.named_parameters()} - expected
-
-
-def test_muon_takes_matrices_that_no_pattern_matches():
-    whole = model()
-    optimizer = Muon8bitBlockwise(whole.named_parameters(), adam_params=["inner*", "co*"])
-    assert set(groups_of(optimizer)[True]) == {"embed_tokens.weight", "lm_head.weight"}
-    matrices = {"inner.weight", "lm_head.weight", "embed_tokens.weight", "conv.weight"}
-    optimizer = Muon8bitBlockwise(whole.named_parameters(), adam_params=[])
-    assert set(groups_of(optimizer)[True]) == matrices
-
-
-def test_muon_takes_parameters_by_their_attribute_before_their_names():
+def marked() -> nn.Module:
+    """Return a model of which the attribute `use_muon` decides."""
     made = model()
-    for p in made.parameters():
-        p.use_muon = False
-    made.lm_head.weight.use_muon = True
-    groups = groups_of(Muon8bitBlockwise(made.named_parameters()))
-    assert groups[True] == ["lm_head.weight"] and len(groups[False]) == 9
-    optimizer = Muon8bitBlockwise(made.parameters())  # without names, which nothing needs
-    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 9]
+    for name, p in made.named_parameters():
+        p.use_muon = name == "lm_head.weight"
+    return made
+
+
+TAKEN = {
+    "names": (model, {}, {"inner.weight", "conv.weight"}),
+    "patterns": (
+        model,
+        {"adam_params": ["inner*", "co*"]},
+        {"embed_tokens.weight", "lm_head.weight"},
+    ),
+    "no patterns": (
+        model,
+        {"adam_params": []},
+        {"inner.weight", "lm_head.weight", "embed_tokens.weight", "conv.weight"},
+    ),
+    "attributes": (marked, {}, {"lm_head.weight"}),
+}
+
+
+@pytest.mark.parametrize(("make", "keywords", "expected"), TAKEN.values(), ids=TAKEN)
+def test_muon_takes_matrices_by_name_pattern_and_attribute(make, keywords, expected):
+    made = make()
+    groups = groups_of(Muon8bitBlockwise(made.named_parameters(), **keywords))
+    assert set(groups[True]) == expected
+    assert set(groups[False]) == {name for name, _ in made.named_parameters()} - expected
+
+
+def with_attribute(name: str, value: bool) -> list[nn.Parameter]:
+    p = param(64)
+    setattr(p, name, value)
+    return [p]
+
+
+REFUSED = {
+    "without names": ([param(64, 64)], r"pass model\.named_parameters\(\)"),
+    "flattened": (with_attribute("_fsdp_flattened", True), "FSDP1 has flattened"),
+    "vectors": ([{"params": [param(64)], "use_muon": True}], "use_muon: .*expected 2 dimensions"),
+    "a vector": (with_attribute("use_muon", True), "use_muon: .*expected 2 dimensions"),
+}
+
+
+@pytest.mark.parametrize(("params", "message"), REFUSED.values(), ids=REFUSED)
+def test_muon_of_parameters_that_it_cannot_take_is_refused(params, message):
+    with pytest.raises(ValueError, match=message):
+        Muon8bitBlockwise(params)
 
 
 def test_muon_keeps_groups_that_say_who_takes_them():
@@ -507,25 +455,6 @@ def test_muon_of_a_lazy_module_takes_groups_that_say_who_takes_them():
         assert not optimizer.state
 
 
-def test_muon_settings_of_numpy_are_saved_as_plain_numbers():
-    numbers = {"muon_lr": np.float32(0.5), "momentum": np.float64(0.75), "ns_steps": np.int64(3)}
-    coefficients = np.array([3.0, -4.0, 2.0])
-    optimizer = Muon8bitBlockwise([("w", param(8, 64))], ns_coefficients=coefficients, **numbers)
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    (group,) = torch.load(file, weights_only=True)["param_groups"]
-    assert group["ns_coefficients"] == (3.0, -4.0, 2.0) and group["lr"] == 0.5
-    assert type(group["ns_steps"]) is int and type(group["momentum"]) is float
-
-
-def test_muon_added_group_is_split():
-    optimizer = Muon8bitBlockwise([("first", param(8, 64))])
-    optimizer.add_param_group({"params": [("embed", param(8, 64)), ("inner", param(8, 64))]})
-    found = [(group["use_muon"], group["param_names"]) for group in optimizer.param_groups]
-    assert found == [(True, ["first"]), (True, ["inner"]), (False, ["embed"])]
-
-
 def test_muon_refused_group_leaves_no_part():
     """AdamW's part is refused, after Muon's was added."""
     optimizer = Muon8bitBlockwise([("first", param(8, 64))])
@@ -533,30 +462,6 @@ def test_muon_refused_group_leaves_no_part():
     with pytest.raises(ValueError, match="betas"):
         optimizer.add_param_group(group)
     assert len(optimizer.param_groups) == 1
-
-
-def test_muon_parameters_without_names_raise():
-    with pytest.raises(ValueError, match=r"pass model\.named_parameters\(\)"):
-        Muon8bitBlockwise(model().parameters())
-
-
-def test_muon_parameter_that_fsdp1_has_flattened_raises():
-    p = param(4096)
-    p._fsdp_flattened = True
-    with pytest.raises(ValueError, match="FSDP1 has flattened"):
-        Muon8bitBlockwise([("inner", p)])
-
-
-def test_muon_group_of_vectors_raises():
-    with pytest.raises(ValueError, match=r"use_muon: .*expected 2 dimensions"):
-        Muon8bitBlockwise([{"params": [param(64)], "use_muon": True}])
-
-
-def test_muon_vector_with_the_attribute_raises():
-    p = param(64)
-    p.use_muon = True
-    with pytest.raises(ValueError, match=r"use_muon: .*expected 2 dimensions"):
-        Muon8bitBlockwise([("p", p)])
 
 
 # --- States --------------------------------------------------------------------------------------
@@ -577,15 +482,14 @@ def made(dtype=FP32, **keywords):
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_muon_state_dict_resumes_with_the_same_bits(dtype, tmp_path):
+def test_muon_state_dict_resumes_with_the_same_bits(dtype):
     params, optimizer = made(dtype)
     run(optimizer, params.values(), 2)
-    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
     others, resumed = made(dtype, lr=7.0)
     with torch.no_grad():
         for p, q in zip(others.values(), params.values(), strict=True):
             p.copy_(q)
-    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    resumed.load_state_dict(through_file(optimizer.state_dict()))
     for p, q in zip(others.values(), params.values(), strict=True):
         assert_same(resumed.state[p], optimizer.state[q])
     run(optimizer, params.values(), 2, start=2)
@@ -664,11 +568,6 @@ def test_muon_bad_values_raise(name, value):
     """Those of both algorithms, as soon as there are parameters of each."""
     with pytest.raises(ValueError, match=name):
         Muon8bitBlockwise([("inner", param(8, 64)), ("bias", param(64))], **{name: value})
-
-
-def test_muon_unknown_keywords_raise():
-    with pytest.raises(ValueError, match="ns_step"):
-        Muon8bitBlockwise([("inner", param(8, 64))], ns_step=5)
 
 
 def test_muon_knows_the_algorithm_of_a_parameter_that_zero3_takes_out_of_its_group():

@@ -9,25 +9,23 @@ import torch
 from ranks import error_of
 
 from examples.gpt.engine_fsdp2 import join_ranks
-from zero8.optimizer.owners import Held, Key, rounds_of
+from zero8.optimizer.owners import Held, rounds_of
+from zero8.spec.muon import matrices_of
 
-SHAPES = {(11, 0): (6, 10), (12, 0): (4, 25), (13, 0): (7, 15), (14, 0): (2, 6), (15, 0): (9, 12)}
-EXPERTS = {(16, number): (4, 6) for number in range(7)}
-SHAPES |= EXPERTS
+SHAPES = {11: (6, 10), 12: (4, 25), 13: (6, 10), 14: (2, 6), 15: (6, 10), 16: (7, 4, 6)}
 MAX_NUMEL = 2 * 4 * 6  # two experts
 EVEN, ONE_RANK, RAGGED = "even", "one rank", "ragged"
-KINDS = [EVEN, RAGGED, ONE_RANK]
 DTYPES = [torch.float32, torch.bfloat16]
 WRONG = ["missing at the end", "missing inside", "twice", "beyond"]
 
 
-def values(key: Key, dtype: torch.dtype) -> torch.Tensor:
+def values(key, dtype):
     """Return a matrix, of numbers that bfloat16 holds."""
-    numel = math.prod(SHAPES[key])
+    numel = math.prod(matrices_of(SHAPES[key[0]])[1:])
     return ((torch.arange(numel) * 7 + sum(key)) % 251).to(dtype)
 
 
-def cut(kind: str, numel: int, rank: int, size: int) -> tuple[tuple[int, int], ...]:
+def cut(kind, numel, rank, size):
     """Return the ranges of a matrix that a rank holds."""
     if kind == ONE_RANK:  # the last has all, others take part with nothing
         return ((0, numel),) if rank == size - 1 else ()
@@ -40,54 +38,54 @@ def cut(kind: str, numel: int, rank: int, size: int) -> tuple[tuple[int, int], .
     return tuple((first, min(5, numel - first)) for first in starts)
 
 
-def held_here(kind: str) -> dict[Key, Held]:
+def held_here(kind):
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     held = {}
-    for key, shape in SHAPES.items():
-        numel = math.prod(shape)
-        if ranges := cut(kind, numel, rank, size):
-            held[key] = Held(shape, key[0], float(numel), ranges)
+    for identity, shape in SHAPES.items():
+        matrices, rows, columns = matrices_of(shape)
+        ranges = {number: cut(kind, rows * columns, rank, size) for number in range(matrices)}
+        if any(ranges.values()):
+            held[identity] = Held(shape, 0, {n: one for n, one in ranges.items() if one})
     return held
 
 
-def there_and_back(kind: str, dtype: torch.dtype) -> dict:
+def there_and_back(kind, dtype):
     """Return what this rank owned, what it had gathered, and whether its parts came back."""
+    held, wholes, owned = held_here(kind), {}, []
+    for identities, rounds in rounds_of(held, torch.distributed.group.WORLD, MAX_NUMEL):
+        for one in rounds:
+            mine = one.owned[torch.distributed.get_rank()]
+            owned.append(mine)
+            keys = [key for keys in one.owned for key in keys]
+            assert {identity for identity, _ in keys} <= set(identities)
+            parts = [
+                values((identity, number), dtype)[first : first + numel]
+                for identity, number in keys
+                for first, numel in held.get(identity, Held((), 0, {})).ranges.get(number, ())
+            ]
+            views = [torch.empty(0, dtype=dtype), *(part.clone() for part in parts)]
+
+            def negative(whole, keys=mine):
+                wholes.update(zip(keys, whole.clone().view(len(keys), -1), strict=True))
+                return -whole
+
+            one.replace(views, negative)
+            pairs = zip(views[1:], parts, strict=True)
+            assert all(torch.equal(view, -part) for view, part in pairs)
+    return {"owned": owned, "wholes": wholes, "held": set(held)}
+
+
+def there_and_back_in_all_ways():
     join_ranks()
-    held = held_here(kind)
-    wholes, came_back, owned = {}, [], []
-    rounds = rounds_of(held, torch.distributed.group.WORLD, MAX_NUMEL)
-    for one in rounds:
-        owned.append(one.owned)
-        here = [key for keys in one.owned for key in keys if key in held]
-        parts = [
-            values(key, dtype)[first : first + numel]
-            for key in here
-            for first, numel in held[key].ranges
-        ]
-        views = [torch.empty(0, dtype=dtype), *(part.clone() for part in parts)]
-
-        def negative(whole, own, keys=one.owned[one.rank]):
-            matrices = whole.clone().view(-1, *own.shape)
-            wholes.update(zip(keys, matrices, strict=True))
-            return -whole
-
-        one.replace(views, negative)
-        assert (one.own is None) == (not one.owned[one.rank])
-        pairs = zip(views[1:], parts, strict=True)
-        came_back.append(all(torch.equal(view, -part) for view, part in pairs))
-    return {"owned": owned, "wholes": wholes, "came_back": came_back, "held": set(held)}
+    kinds = (EVEN, RAGGED, ONE_RANK)
+    return {(kind, dtype): there_and_back(kind, dtype) for kind in kinds for dtype in DTYPES}
 
 
-def there_and_back_in_all_ways() -> dict:
-    """Return `there_and_back` by cut and dtype."""
-    return {(kind, dtype): there_and_back(kind, dtype) for kind in KINDS for dtype in DTYPES}
-
-
-def refused() -> dict[str, tuple[str, str] | None]:
-    """Return what is raised where elements are held twice, or by no rank, by what is wrong."""
+def refused():
+    """Return what is raised where elements are held twice, or by no rank; and rounds of nothing."""
     join_ranks()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    found = {}
+    found = []
     for kind in WRONG:
         ranges = cut(EVEN, 60, rank, size)
         if rank == size - 1:
@@ -98,14 +96,9 @@ def refused() -> dict[str, tuple[str, str] | None]:
                 "twice": ((first, numel), (first + 1, 1)),
                 "beyond": ((first, numel + 1),),
             }[kind]
-        held = {(11, 0): Held((6, 10), 0, 60.0, ranges)}
-        found[kind] = error_of(rounds_of, held, torch.distributed.group.WORLD, MAX_NUMEL)
-    return found
-
-
-def nothing_at_all() -> int:
-    join_ranks()
-    return len(rounds_of({}, torch.distributed.group.WORLD, MAX_NUMEL))
+        held = {11: Held((6, 10), 0, {0: ranges})}
+        found.append(error_of(rounds_of, held, torch.distributed.group.WORLD, MAX_NUMEL))
+    return found, rounds_of({}, torch.distributed.group.WORLD, MAX_NUMEL)
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda size: f"{size} ranks")
@@ -113,58 +106,28 @@ def ranks(standing_ranks, request):
     return standing_ranks(request.param)
 
 
-@pytest.fixture(scope="module")
-def found(ranks):
-    return ranks.run(there_and_back_in_all_ways)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_owners_gather_whole_matrices_and_return_the_parts(found, kind, dtype):
-    gathered = {}
-    for rank in (one[kind, dtype] for one in found):
-        assert all(rank["came_back"]) and rank["owned"] == found[0][kind, dtype]["owned"]
-        assert not gathered.keys() & rank["wholes"].keys()
-        gathered |= rank["wholes"]
-    assert gathered.keys() == SHAPES.keys()
-    for key, whole in gathered.items():
-        assert torch.equal(whole, values(key, dtype).view(SHAPES[key]))
-
-
-@pytest.mark.parametrize("kind", [EVEN, RAGGED])
-def test_owners_have_balanced_costs(found, kind):
-    """The largest is given first, each to the least: no rank has more than another by one's."""
-    owned = [one[kind, torch.float32]["wholes"] for one in found]
-    costs = [sum(whole.numel() for whole in wholes.values()) for wholes in owned]
-    assert max(costs) - min(costs) <= max(math.prod(shape) for shape in SHAPES.values())
-    rounds = found[0][kind, torch.float32]["owned"]
-    assert all(len(one) == len(found) for one in rounds)
-    largest = [((one, 0),) for one in (15, 13, 12)]
-    assert sorted(rounds[0]) == sorted(largest[: len(found)])  # the most costly come first
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_owners_hold_a_part_of_what_they_own(found, kind):
-    """Others would receive all of it, and not the parts of others alone."""
-    for one in found:
-        assert one[kind, torch.float32]["wholes"].keys() <= one[kind, torch.float32]["held"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_owners_gather_small_equal_matrices_together(found, kind):
-    for rank in range(len(found)):
-        sets = [keys for one in found[rank][kind, torch.float32]["owned"] for keys in one]
-        together = [set(keys) for keys in sets if len(keys) > 1]
-        assert together and all(keys <= EXPERTS.keys() for keys in together)
-        assert max(map(len, together)) == 2
+def test_owners_gather_whole_matrices_that_they_hold_a_part_of_and_return_the_parts(ranks):
+    """Small equal ones together; none has more to compute than another by one matrix."""
+    found = ranks.run(there_and_back_in_all_ways)
+    for kind, dtype in found[0]:
+        of_ranks = [one[kind, dtype] for one in found]
+        gathered = {}
+        for rank in of_ranks:
+            assert not gathered.keys() & rank["wholes"].keys()
+            assert {identity for identity, _ in rank["wholes"]} <= rank["held"]
+            gathered |= rank["wholes"]
+            together = [keys for keys in rank["owned"] if len(keys) > 1]
+            assert all(len(keys) == 2 and {at for at, _ in keys} == {16} for keys in together)
+            assert together or not rank["wholes"]
+        keys = [(at, n) for at, shape in SHAPES.items() for n in range(matrices_of(shape)[0])]
+        assert gathered.keys() == set(keys)
+        assert all(torch.equal(gathered[key], values(key, dtype)) for key in keys)
+        costs = [sum(whole.numel() for whole in rank["wholes"].values()) for rank in of_ranks]
+        assert kind == ONE_RANK or max(costs) - min(costs) <= 100
 
 
 def test_owners_of_matrices_that_are_not_whole_raise_on_all_ranks(ranks):
-    for errors in ranks.run(refused):
-        assert list(errors) == WRONG
-        for name, text in errors.values():
-            assert name == "ValueError" and "of a matrix of 60 elements" in text
-
-
-def test_owners_of_nothing_have_no_rounds(ranks):
-    assert set(ranks.run(nothing_at_all)) == {0}
+    for errors, rounds_of_nothing in ranks.run(refused):
+        assert rounds_of_nothing == []
+        for name, text in errors:
+            assert name == "ValueError" and "of a matrix of 60" in text

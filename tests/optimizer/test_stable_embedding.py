@@ -10,9 +10,8 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from small_optimizers import assert_equal, run
+from small_optimizers import run
 from torch import nn
-from torch.nn.utils.parametrizations import weight_norm
 
 from zero8 import Adam8bitBlockwise, Lion8bitBlockwise, StableEmbedding
 
@@ -106,13 +105,6 @@ def test_stable_embedding_output_has_the_dtype_of_torchs(dtype, has_autocast, de
     found.float().square().sum().backward()
 
 
-def test_stable_embedding_output_has_the_dtype_of_the_weight_if_the_norm_returns_float32():
-    """Autocast has it do so on GPUs."""
-    layer = StableEmbedding(ROWS, DIM, dtype=BF16)
-    layer.norm.register_forward_hook(lambda module, inputs, output: output.float())
-    assert layer(torch.arange(8)).dtype == BF16
-
-
 def test_stable_embedding_from_pretrained_keeps_the_weight():
     weight = torch.randn(ROWS, DIM).to(BF16)
     before = weight.clone()
@@ -124,24 +116,6 @@ def test_stable_embedding_from_pretrained_keeps_the_weight():
     assert StableEmbedding.from_pretrained(weight, freeze=False).weight.requires_grad
 
 
-def test_stable_embedding_on_the_meta_device_is_made_as_torchs():
-    model = model_of(device="meta", padding_idx=0)
-    assert model[0].norm.weight.is_meta
-    model.to_empty(device="cpu")
-    torch.manual_seed(1)
-    for module in model.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-    torch.manual_seed(1)
-    assert torch.equal(model[0].weight, StableEmbedding(ROWS, DIM, padding_idx=0).weight)
-    assert torch.equal(model[0].norm.weight, torch.ones(DIM))
-
-
-def test_stable_embedding_state_dict_has_the_names_of_bitsandbytes():
-    layer = StableEmbedding(ROWS, DIM)
-    assert list(layer.state_dict()) == ["weight", "norm.weight", "norm.bias"]
-
-
 def test_stable_embedding_loads_the_weight_of_torchs_if_not_strict():
     layer, plain = StableEmbedding(ROWS, DIM), nn.Embedding(ROWS, DIM)
     with pytest.raises(RuntimeError, match='Missing key.*"norm.weight", "norm.bias"'):
@@ -150,12 +124,6 @@ def test_stable_embedding_loads_the_weight_of_torchs_if_not_strict():
     assert found.missing_keys == ["norm.weight", "norm.bias"] and not found.unexpected_keys
     assert torch.equal(layer.weight, plain.weight)
     assert torch.equal(layer.norm.weight, torch.ones(DIM))
-
-
-def test_stable_embedding_that_nobody_uses_is_freed():
-    layer = weakref.ref(StableEmbedding(ROWS, DIM))
-    gc.collect()
-    assert layer() is None
 
 
 # --- Its moments ---------------------------------------------------------------------------------
@@ -218,40 +186,6 @@ def test_stable_embedding_has_float32_moments_however_it_came(way, optimizer_cla
         assert [bits for bits, _ in found.values()] == [32, 32, 8][: len(found)]
 
 
-def test_stable_embedding_with_a_parametrized_weight_has_float32_moments():
-    model = model_of()
-    weight_norm(model[0], "weight")
-    found = bits_after_a_step(model, optimizer_of(model))
-    (names,) = [[n for n in found if "original" in n]]
-    assert len(names) == 2 and all(found[name] == FLOAT32 for name in names)
-
-
-def test_stable_embedding_has_float32_moments_without_names():
-    model = model_of()
-    optimizer = Adam8bitBlockwise(model.parameters(), weight_decay=0.0)
-    assert bits_after_a_step(model, optimizer)["0"] == FLOAT32
-
-
-def test_plain_embedding_beside_it_has_8_bit_moments():
-    model = nn.Sequential(StableEmbedding(ROWS, DIM), nn.Embedding(ROWS, DIM))
-    found = bits_after_a_step(model, optimizer_of(model))
-    assert found["1.weight"][0] == 8 and found["0.weight"] == FLOAT32
-
-
-def test_stable_embedding_steps_with_the_bits_of_a_pattern():
-    model, plain = model_of(), nn.Sequential(nn.Embedding(ROWS, DIM), nn.Linear(DIM, ROWS))
-    plain[0].weight.data.copy_(model[0].weight.data)
-    pairs = []
-    for p, settings in ((model[0].weight, {}), (plain[0].weight, {"fp32_params": ["0.*"]})):
-        optimizer = Adam8bitBlockwise([("0.weight", p)], lr=0.1, weight_decay=0.01, **settings)
-        run(optimizer, [p], 5)
-        pairs.append((p, optimizer.state[p]))
-    (ours, mine), (theirs, others) = pairs
-    assert_equal([ours], [theirs])
-    assert mine.keys() == others.keys() and torch.equal(mine["format"], others["format"])
-    assert all(torch.equal(mine[key], others[key]) for key in ("exp_avg", "exp_avg_sq"))
-
-
 COPIES = {"deep copy": copy.deepcopy, "unpickled": lambda x: pickle.loads(pickle.dumps(x))}
 
 
@@ -280,19 +214,6 @@ def test_stable_embedding_loads_moments_of_a_plain_embedding_decoded():
     for theirs, mine in stores:
         assert mine.codec is None and torch.equal(mine.dense, theirs.read(0, ROWS * DIM))
     assert ours.memory_report().rows[0].reason == "in a StableEmbedding"
-
-
-def test_stable_embedding_saved_and_loaded_goes_on_with_the_same_bits():
-    through, resumed = model_of(), model_of()
-    optimizer = optimizer_of(through)
-    run(optimizer, list(through.parameters()), 3)
-    saved = copy.deepcopy((through.state_dict(), optimizer.state_dict()))
-    run(optimizer, list(through.parameters()), 3, start=3)
-    resumed.load_state_dict(saved[0])
-    optimizer = optimizer_of(resumed)
-    optimizer.load_state_dict(saved[1])
-    run(optimizer, list(resumed.parameters()), 3, start=3)
-    assert_equal(resumed.parameters(), through.parameters())
 
 
 def test_stable_embedding_whose_weight_a_framework_has_replaced_is_freed():

@@ -5,15 +5,12 @@ import copy
 import gc
 import sys
 import weakref
-from typing import ClassVar
 
 import pytest
 import torch
 
 import zero8
 from zero8.optimizer import stepper
-from zero8.state.params import KnownParams
-from zero8.state.whole import WholeTensor
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 SHAPES = {"a": (64, 100), "b": (33,), "c": (70, 300)}
@@ -88,17 +85,6 @@ def test_steps_with_gradients_of_changing_parameters_and_dtypes_equal_fresh_opti
             assert torch.equal(p, fresh[name]), (number, name)
 
 
-def test_parameter_that_becomes_bfloat16_is_stepped_as_such():
-    params, optimizer = made()
-    step(params, optimizer, 0)
-    params["c"].data = params["c"].data.bfloat16()
-    before = params["c"].detach().clone()
-    step(params, optimizer, 1)
-    assert params["c"].dtype == torch.bfloat16
-    change = (params["c"].float() - before.float()).abs()
-    assert 0 < change.max() < 0.05
-
-
 def test_states_that_are_dropped_are_freed_although_steps_have_seen_them():
     params, optimizer = made()
     step(params, optimizer, 0)
@@ -165,16 +151,6 @@ def test_parameter_that_changes_its_size_raises(rows):
     params["a"].data = torch.zeros(rows, 100)
     with pytest.raises(ValueError, match=f"a: got a parameter of {100 * rows} elements, its state"):
         step(params, optimizer, 1)
-
-
-def test_first_step_asks_for_the_names_of_all_parameters_once(monkeypatch):
-    params, optimizer = made()
-    calls = []
-    infos = KnownParams.infos
-    monkeypatch.setattr(KnownParams, "infos", lambda *args: calls.append(1) or infos(*args))
-    step(params, optimizer, 0)
-    step(params, optimizer, 1)
-    assert len(calls) == 1
 
 
 def test_only_parameters_whose_tensors_have_changed_are_prepared_again(monkeypatch):
@@ -270,37 +246,6 @@ def test_views_of_one_buffer_step_in_one_call_until_they_overlap():
     params["b"].data = params["b"].data.clone()
     step(params, optimizer, 2)
     assert list(optimizer._stepper._plans.values()) == [tied]
-
-
-class OfMatrices(WholeTensor):
-    """A kind of state for matrices only, which says when it is asked."""
-
-    asked: ClassVar[list[int]] = []
-    wraps_tensors = True
-
-    def serves(self, p, state):
-        return p.ndim == 2
-
-    def contents(self, state):
-        self.asked.append(state["step"])
-        return super().contents(state)
-
-
-def test_parameters_of_two_kinds_of_state_step_together_each_asked_through_its_own(monkeypatch):
-    params, optimizer = made()
-    monkeypatch.setattr("zero8.optimizer.states.KINDS", (OfMatrices, WholeTensor))
-    mixed, other = made()
-    for number in range(3):
-        step(params, optimizer, number)
-        del OfMatrices.asked[:]
-        step(mixed, other, number)
-    assert OfMatrices.asked == [2, 2]  # of a and c, where nothing moved
-    for name, p in params.items():
-        assert torch.equal(p, mixed[name]), name
-    state = other.state[mixed["c"]]
-    state["exp_avg_q8"] = state["exp_avg_q8"][:5]
-    with pytest.raises(ValueError, match="exp_avg_q8: got 1500 elements, expected 21000"):
-        step(mixed, other, 3)
 
 
 def test_steady_step_passes_few_files_and_calls():

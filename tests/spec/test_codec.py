@@ -11,10 +11,10 @@ from processes import run
 
 from zero8.spec import arithmetic as ieee
 from zero8.spec import dither
-from zero8.spec.adam import ADAM, AdamScalars
-from zero8.spec.codec import CODECS, codec_named, codec_numbered
+from zero8.spec.adam import ADAM
+from zero8.spec.codec import CODECS, codec_named, codec_numbered, quantize
 from zero8.spec.grid import BlockGrid
-from zero8.spec.log import LogCode
+from zero8.spec.log import LogCode, SignedLogCode
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 DYNAMIC = {
@@ -41,6 +41,116 @@ def dithers(numel: int) -> dict[str, torch.Tensor | None]:
     }
 
 
+# --- What all codes but v's of `log` do ----------------------------------------------------------
+
+
+def signed(limit: int, bits: int = 8) -> torch.Tensor:
+    """Return the codes from -limit to limit, in two's complement."""
+    return (torch.arange(-limit, limit + 1) & (1 << bits) - 1).to(torch.uint8)
+
+
+ALL = torch.arange(256, dtype=torch.uint8)
+FP8 = {"m": torch.cat([ALL[:127], ALL[129:255]]), "v": ALL[:127]}
+LOGS = {f"{name} m": CODECS[name].of_signed for name in ("log", "log6")}
+LONG_LIVED = {f"{name} long-lived m": CODECS[name].of_dithered for name in ("log", "log6")}
+# By name: the code, the codes that quantize makes, and scales.
+CODES = {
+    "dynamic m": (DYNAMIC["exp_avg"], ALL, [1.0, -1.0, 3.7e-20, -0.1, 2.0**126, 2.0**-104]),
+    "dynamic v": (DYNAMIC["exp_avg_sq"], ALL, [1.0, 3.7e-20, 0.1, 2.0**126, 2.0**-104]),
+    "fp8 m": (CODECS["fp8"].of_signed, FP8["m"], [1.0, 3.7e-20, 0.1, 2.0**117, 2.0**-117]),
+    "fp8 v": (CODECS["fp8"].of_unsigned, FP8["v"], [1.0, 3.7e-20, 0.1, 2.0**117, 2.0**-117]),
+    "linear4 m": (CODECS["linear4"].of_signed, ALL[:16], [1.0, -1.0, 3.7e-20, -0.1, 2.0**-118]),
+    "linear4 v": (CODECS["linear4"].of_unsigned, ALL[:16], [1.0, 3.7e-20, 0.1, 2.0**126]),
+    **{
+        name: (code, signed(code.largest, code.bits), [1.0, -1.0, 3.7e-20, -0.1, 5.5e15])
+        for name, code in LOGS.items()
+    },
+    **{
+        name: (code, signed(code.largest, code.bits), torch.arange(1, 2, 2.0**-8).tolist())
+        for name, code in LONG_LIVED.items()
+    },
+}
+of_each_code = pytest.mark.parametrize(("code", "codes", "scales"), CODES.values(), ids=CODES)
+
+
+def level_of(code, codes: torch.Tensor, is_wide: bool = False) -> torch.Tensor:
+    """Return what codes decode to with a scale of 1, or -1 of the wide levels."""
+    return code.decode(codes, torch.full(codes.shape, -1.0 if is_wide else 1.0), 1.0)
+
+
+def usable(code, scale: float) -> float:
+    """Return the nearest scale of which products are exact, where blocks have such alone."""
+    if not hasattr(code, "TOP"):
+        return scale
+    return float(code.scales(torch.tensor([448 * scale]), torch.tensor([0]), 1))
+
+
+@of_each_code
+def test_encode_of_all_codes_returns_what_was_decoded(code, codes, scales):
+    for scale in (usable(code, one) for one in scales):
+        every = torch.full((len(codes),), scale)
+        is_wide = scale < 0 and isinstance(code, SignedLogCode)
+        x = code.decode(codes, every, 1.0)
+        factor = every.abs() if is_wide else every
+        exact = level_of(code, codes, is_wide).double() * factor.double()
+        assert torch.equal(x, exact.float())
+        for dithering, thresholds in dithers(len(codes)).items():
+            assert torch.equal(code.encode(x, every, thresholds), codes), dithering
+
+
+@of_each_code
+@pytest.mark.parametrize("gain", [0.9, 0.999], ids=repr)
+def test_decode_with_a_gain_multiplies_the_scale_first(code, codes, scales, gain):
+    """Two roundings, (C1): of scale * gain, and of the product with the level."""
+    wanted = ieee.mul(level_of(code, codes), ieee.mul(0.37, gain))
+    assert torch.equal(code.decode(codes, torch.full((len(codes),), 0.37), gain), wanted)
+
+
+SETS = {name: (code, codes, False) for name, (code, codes, _) in CODES.items()}
+SETS |= {f"{name}, wide": (code, CODES[name][1], True) for name, code in LOGS.items()}
+
+
+@pytest.mark.parametrize(("code", "codes", "is_wide"), SETS.values(), ids=SETS)
+def test_encode_at_every_boundary_is_nearest(code, codes, is_wide):
+    """Two floats on either side of every level and of the middle of any two.
+
+    A tie goes up, of magnitudes in `log`, and in `fp8` to the even code.  The scale is 1, so that
+    the normalized value is x itself, or in `log` y = 1 + |x|, which is exact for the x = y - 1
+    chosen here.  Distances between these float32 numbers are exact in binary64, so the brute-force
+    search sees no rounding.
+    """
+    is_log, is_even = isinstance(code, SignedLogCode), hasattr(code, "TOP")
+    if is_log or is_even:
+        codes = codes[level_of(code, codes) >= 0]  # the others are their negatives
+    shift = 1.0 if is_log else 0.0
+    levels, order = level_of(code, codes, is_wide).sort()
+    codes, levels = codes[order], levels.double() + shift
+    y = torch.cat([(levels[:-1] + levels[1:]) / 2, levels]).float()
+    for _ in range(2):
+        y = torch.cat([y, y.nextafter(torch.tensor(999.0)), y.nextafter(torch.tensor(-999.0))])
+    x = ieee.flush((torch.cat([y, 2 * y.max().view(1)]) - shift).unique())
+    x = x if code.signed and not (is_log or is_even) else x[x >= 0]
+    distance = (x.double() + shift)[:, None].sub(levels).abs()
+    nearest = len(codes) - 1 - distance.flip(1).argmin(1)  # the last of equals
+    if is_even:
+        ties = (distance == distance.min(1, keepdim=True).values).sum(1) == 2
+        assert ties.sum() == len(codes) - 1
+        nearest -= (ties & (codes[nearest] % 2 == 1)).long()
+    if not code.signed and level_of(code, codes[:1]) == 0:  # what is not 0 stays so
+        nearest = torch.where(x > 0, nearest.clamp(min=1), nearest)
+    assert len(x) >= 5 * (len(codes) - 1) - 2
+    every = torch.full(x.shape, -1.0 if is_wide else 1.0)
+    found = code.encode(x, every, None)
+    assert torch.equal(found, codes[nearest])
+    if code.signed and (is_log or is_even):
+        negative = (-found.int() & (1 << code.bits) - 1) if is_log else found.int() | 128
+        negative = torch.where(found == 0, 0, negative).to(torch.uint8)
+        assert torch.equal(code.encode(-x, every, None), negative)
+
+
+# --- Names, numbers and the dynamic maps ---------------------------------------------------------
+
+
 def test_codec_names_and_numbers_are_stable():
     """Files carry the numbers."""
     numbers = {name: codec.number for name, codec in CODECS.items()}
@@ -58,9 +168,6 @@ def test_codec_unknown_name_raises():
 def test_codec_unknown_number_raises(number):
     with pytest.raises(ValueError, match=rf"codec number {number} is unknown .*dynamic.*log"):
         codec_numbered(number)
-
-
-# --- The dynamic maps ----------------------------------------------------------------------------
 
 
 DIGESTS = {
@@ -93,38 +200,6 @@ def test_dynamic_map_is_the_same_where_torch_computes_without_fma():
 @pytest.mark.parametrize(("which", "gap"), [("exp_avg", 0.0141), ("exp_avg_sq", 0.0070)])
 def test_dynamic_gaps_are_as_documented(which, gap):
     assert round(float(DYNAMIC[which].levels.diff().max()), 4) == gap
-
-
-@pytest.mark.parametrize("which", DYNAMIC)
-def test_encode_dynamic_at_every_boundary_is_nearest(which):
-    """Two floats on either side of every entry and of the middle of any two; the middle goes up.
-
-    With scale 1 the normalized value is x itself.  Distances between float32 numbers on a common
-    grid of 2^-46 and below 2 are exact in binary64, so the brute-force search sees no rounding.
-    """
-    code = DYNAMIC[which]
-    wide = code.levels.double()
-    x = torch.cat([((wide[:-1] + wide[1:]) / 2).float(), code.levels])
-    for _ in range(2):
-        x = torch.cat([x, x.nextafter(torch.tensor(2.0)), x.nextafter(torch.tensor(-2.0))])
-    x = x[x >= 0].unique() if which == "exp_avg_sq" else x.unique()
-    x = ieee.flush(x)
-    distance = (x.double()[:, None] - wide).abs()
-    nearest = 255 - distance.flip(1).argmin(1)  # the last of equals
-    if which == "exp_avg_sq":
-        nearest = torch.where((x > 0) & (nearest == 0), 1, nearest)
-    assert x.numel() >= 255 * 5
-    assert torch.equal(code.encode(x, torch.ones(x.numel()), None).long(), nearest)
-
-
-@pytest.mark.parametrize("which", DYNAMIC)
-@pytest.mark.parametrize("scale", [1.0, -1.0, 3.7e-20, -0.1, 2.0**126, 2.0**-104], ids=repr)
-def test_encode_dynamic_all_codes_return_what_was_decoded(which, scale):
-    code, codes = DYNAMIC[which], torch.arange(256, dtype=torch.uint8)
-    scales = torch.full((256,), scale if which == "exp_avg" else abs(scale))
-    x = code.decode(codes, scales, 1.0)
-    assert torch.equal(x, (code.levels.double() * scales.double()).float())
-    assert torch.equal(code.encode(x, scales, None), codes)
 
 
 # --- Octaves, the levels of first moments ---------------------------------------------------------
@@ -170,17 +245,6 @@ def test_octaves_smallest_scale_keeps_the_first_level_normal(name):
 
 
 @both_sets
-@pytest.mark.parametrize("scale", [1.0, 3.7e-20, 0.1, 5.5e15], ids=repr)
-def test_encode_signed_log_all_codes_return_what_was_decoded(name, scale):
-    scales = torch.full((255,), SIGNS[name] * scale)
-    x = SIGNED.decode(as_codes(PRODUCED), scales, 1.0)
-    level = PRODUCED.sign() * OCTAVES[name].levels[PRODUCED.abs()].double()
-    assert torch.equal(x, (level * scales.abs().double()).float())
-    for dithering, thresholds in dithers(255).items():
-        assert torch.equal(SIGNED.encode(x, scales, thresholds), as_codes(PRODUCED)), dithering
-
-
-@both_sets
 def test_encode_signed_log_never_produces_the_code_of_minus_128(name):
     """It decodes to the next level, so a step that reads it goes on; 127 is what it writes."""
     x = torch.tensor([-1e30, -300.0, -14.8, -15.0, -247.1, -255.0, -(2.0**126)])
@@ -191,37 +255,6 @@ def test_encode_signed_log_never_produces_the_code_of_minus_128(name):
     minus_128 = SIGNED.decode(torch.tensor([128], dtype=torch.uint8), scales[:1], 1.0)
     assert float(minus_128) == {"narrow": -15.0, "wide": -255.0}[name]
     assert as_integers(SIGNED.encode(minus_128, scales[:1], None)).tolist() == [-127]
-
-
-@both_sets
-@pytest.mark.parametrize("gain", [0.9, 0.999], ids=repr)
-def test_decode_signed_log_gain_multiplies_the_scale_first(name, gain):
-    """Two roundings, (C1): of scale * gain, and of the product with the level."""
-    scales = torch.full((255,), SIGNS[name] * 0.37)
-    level = PRODUCED.sign() * OCTAVES[name].levels[PRODUCED.abs()]
-    wanted = ieee.mul(level, ieee.mul(0.37, gain))
-    assert torch.equal(SIGNED.decode(as_codes(PRODUCED), scales, gain), wanted)
-
-
-@both_sets
-def test_encode_signed_log_at_every_boundary_is_nearest(name):
-    """Two floats on either side of every level and of the middle of any two; the middle goes up.
-
-    With scale 1, y = 1 + |x| is exact for the x = y - 1 chosen here, and the nearest level to y
-    is searched in binary64, where all differences are exact.
-    """
-    targets = 1 + OCTAVES[name].levels[:128].double()
-    y = torch.cat([((targets[:-1] + targets[1:]) / 2), targets]).float()
-    for _ in range(2):
-        y = torch.cat([y, y.nextafter(torch.tensor(300.0)), y.nextafter(torch.tensor(0.0))])
-    y = torch.cat([y, torch.tensor([260.0, 1e5])]).clamp(min=1.0).unique()
-    x = y - 1
-    assert torch.equal(1 + x.double(), y.double()) and x.numel() >= 255 * 5 - 2
-    distance = (y.double()[:, None] - targets).abs()
-    nearest = 127 - distance.flip(1).argmin(1)  # the last of equals
-    scales = torch.full_like(x, SIGNS[name])
-    assert torch.equal(SIGNED.encode(x, scales, None), as_codes(nearest))
-    assert torch.equal(SIGNED.encode(-x, scales, None), as_codes(-nearest))
 
 
 @both_sets
@@ -271,7 +304,7 @@ def test_encode_decaying_first_moment_reaches_zero(name, beta1):
     mantissa[0] = 1.0
     scale = SIGNS[name] * mantissa.repeat_interleave(254)
     codes = codes.repeat(64)
-    scalars = AdamScalars.at(1, 1.0, lr=1.0, betas=(beta1, 0.9), eps=1e-8, weight_decay=0.0)
+    scalars = ADAM.scalars(1, (1.0,), {**ADAM.options, "betas": (beta1, 0.9)}, True)
     decayed = SIGNED.decode(codes, scale, beta1)
     before, after = (
         as_integers(c) for c in (codes, SIGNED.encode(decayed, scale, None, scalars.settling))
@@ -333,6 +366,44 @@ def test_signed_log_joint_among_the_wide_levels_is_in_the_lower_half_of_a_cell()
     rounded = SIGNED.decode(SIGNED.encode(joint, -scale, None), -scale, 1.0)
     assert (rounded < joint).all()
     assert torch.equal(rounded, ieee.mul(12.5, scale))
+
+
+# --- The code of long-lived moments, (C2") -------------------------------------------------------
+
+DITHERED = CODECS["log"].of_dithered
+
+
+@pytest.mark.parametrize("level", [0, 1, 31, 32, 77, 126])
+@pytest.mark.parametrize("fraction", [0.0, 2.0**-14, 0.25, 0.6180339, 0.999])
+def test_encode_dithered_log_mean_over_all_thresholds_is_the_exact_position(level, fraction):
+    """Of 65,536 thresholds, `fraction` go up, but for the two units that q leaves out at each end,
+    its steps of four units, and half a unit of the last place of y, which is 1/8 of a unit of q.
+    """
+    low, high = DITHERED.narrow.levels[level : level + 2].tolist()
+    x = torch.tensor(low + fraction * (high - low)).expand(65536).contiguous()
+    each = torch.ones(65536), torch.arange(65536)
+    up = DITHERED.encode(x, *each).int() - level
+    assert up.min() >= 0 and up.max() <= 1
+    assert abs(int(up.sum()) - 65536 * fraction) <= 4.125
+    down = (
+        DITHERED.encode(-x, torch.ones(65536), torch.arange(65536)).view(torch.int8).int() + level
+    )
+    assert torch.equal(down, -up)
+
+
+@pytest.mark.parametrize("q", [0, 0xFFFF])
+def test_quantize_dithered_log_any_threshold_keeps_the_extreme_and_the_narrow_levels(q):
+    """Of all-small blocks too, for which the settling code takes the wide levels."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(64 * 256, generator=generator) ** 5
+    block = torch.arange(64).repeat_interleave(256)
+    codes, scales = quantize(DITHERED, x, block, 64, torch.full_like(block, q))
+    wide = SIGNED.scales(x, block, 64) < 0
+    assert wide.any() and (scales > 0).all()
+    top = x.view(64, 256).abs().argmax(1)
+    assert (codes.view(64, 256).view(torch.int8).gather(1, top[:, None]).abs() == 127).all()
+    again = quantize(DITHERED, DITHERED.decode(codes, scales[block], 1.0), block, 64)
+    assert torch.equal(again[0], codes) and torch.equal(again[1], scales)
 
 
 # --- The logarithmic code ------------------------------------------------------------------------

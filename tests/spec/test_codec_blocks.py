@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from zero8.checkpoint.read.statistics import order_of_codes
 from zero8.spec import arithmetic as ieee
 from zero8.spec import dither
-from zero8.spec.adam import ADAM, AdamScalars
+from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS, dequantize, has_zero, quantize
 from zero8.spec.fp8 import Fp8Code
 from zero8.spec.grid import BlockGrid
@@ -206,9 +206,7 @@ def test_quantize_log_blocks_at_the_smallest_normal_floats_are_idempotent(octave
 def test_quantize_signed_log_blocks_choose_the_same_levels_again(numel, beta1):
     """Whether they come from steps, which settle, or were written; with any largest element."""
     code, blocks = SIGNED, 1000
-    scalars = AdamScalars.at(
-        1, 1.0, lr=1.0, betas=(beta1, 0.9), eps=1e-8, weight_decay=0.0, decoupled=True
-    )
+    scalars = ADAM.scalars(1, (1.0,), {**ADAM.options, "betas": (beta1, 0.9)}, True)
     largest = torch.exp2(torch.rand(blocks, generator=torch.Generator().manual_seed(4)))
     x, block = near_joint(largest, numel, seed=numel), blocks_of(numel, blocks)
     thresholds = thresholds_for(0x2468ACE0, x.numel())

@@ -70,11 +70,6 @@ def test_in_blocks_of_a_segment_are_those_of_the_whole_parameter(grid, first):
     assert torch.equal(dither.in_blocks(0x89ABCDEF, first, 2000 - first, grid), whole[first:])
 
 
-def test_thresholds_of_an_empty_range_are_empty():
-    assert dither.dithered(1, 5, 0).shape == dither.hashed(1, 5, 0).shape == (0,)
-    assert dither.in_blocks(1, 5, 0, GRIDS["whole blocks"]).shape == (0,)
-
-
 def largest_quotient(constant: int, numel: int) -> int:
     """Largest partial quotient of constant / 2^32 among convergents of denominator <= numel."""
     numerator, denominator = constant, 2**32
@@ -220,8 +215,3 @@ def test_stream_key_streams_and_seeds_differ_and_are_stable():
     assert dither.stream_key(0, identity, "param") == KEY_OF_PARAM
     assert dither.stream_key(1, identity, "param") == KEY_OF_PARAM_SEED_1
     assert dither.stream_key(0, identity + 1, "param") not in (KEY_OF_PARAM, KEY_OF_PARAM_SEED_1)
-
-
-@pytest.mark.parametrize("index", [0, 1, 12345, "a", "layers.0.weight"])
-def test_identity_of_anything_fits_int64(index):
-    assert torch.tensor(dither.identity_of(index)).dtype == torch.int64

@@ -14,6 +14,7 @@ from zero8.spec.faults import fault, fault_of_values
 FLT_MAX = torch.finfo(torch.float32).max
 SMALLEST = 2.0**-126
 BLOCK = torch.arange(1024) // 256
+LOGS = ("log", "log6")
 
 
 def blocks(begin, end):
@@ -52,62 +53,58 @@ def test_fault_of_any_scale_that_is_not_finite_is_found(codec, which, value):
         assert "not finite" in fault(code, codes, damaged, blocks)
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_fault_of_a_negative_scale_of_v_is_found(codec):
-    code, codes, scales = made(codec, "exp_avg_sq")
-    assert "negative scale" in fault(code, codes, -scales, blocks)
+def a_range(step):
+    def damage(code, codes, scales):
+        scales[0, 1] = step
+
+    return damage
 
 
-logs = pytest.mark.parametrize("codec", ["log", "log6"])
+def a_scale(value):
+    def damage(code, codes, scales):
+        scales[0] = value
+
+    return damage
 
 
-@logs
-@pytest.mark.parametrize("step", [1.0, 2**20 + 0.5, 2.0**30])
-def test_fault_of_a_range_of_v_that_no_block_has_is_found(codec, step):
-    code, codes, scales = made(codec, "exp_avg_sq")
-    scales[0, 1] = step
-    assert "range of codes" in fault(code, codes, scales, blocks)
+def a_code(value):
+    def damage(code, codes, scales):
+        codes[1000] = value
+
+    return damage
 
 
-@logs
-def test_fault_of_a_code_of_v_that_decodes_below_normal_floats_is_found(codec):
-    code, codes, scales = made(codec, "exp_avg_sq")
+def negative_scales(code, codes, scales):
+    scales.neg_()
+
+
+def a_code_below_normal_floats(code, codes, scales):
     small = codes[768:]
     assert small[small > 0].min() > 1
     small[-1] = 1
-    assert "smallest normal float" in fault(code, codes, scales, blocks)
 
 
-@logs
-def test_fault_of_a_scale_of_m_that_overflows_is_found(codec):
-    code, codes, scales = made(codec, "exp_avg")
-    scales[0] = FLT_MAX
-    assert "largest code is not finite" in fault(code, codes, scales, blocks)
+M, V = MOMENTS
+RANGES = [1.0, 2**20 + 0.5, 2.0**30]
+FAULTS = [
+    *((codec, V, negative_scales, "negative scale") for codec in CODECS),
+    ("fp8", M, negative_scales, "negative scale"),
+    *((codec, V, a_range(step), "range of codes") for codec in LOGS for step in RANGES),
+    *((codec, V, a_code_below_normal_floats, "smallest normal float") for codec in LOGS),
+    *((codec, M, a_scale(FLT_MAX), "largest code is not finite") for codec in LOGS),
+    ("fp8", M, a_scale(FLT_MAX / 447), "largest code is not finite"),
+    ("log", M, a_code(128), "unused: 128"),
+    ("log6", M, a_code(32), "unused: 32"),
+    *(("fp8", which, a_code(nan), "a code that is NaN") for which in MOMENTS for nan in (127, 255)),
+    ("fp8", V, a_code(129), "unused: 129"),
+]
 
 
-@logs
-def test_fault_of_a_code_that_quantize_never_makes_is_found(codec):
-    code, codes, scales = made(codec, "exp_avg")
-    codes[1000] = least = 1 << code.bits - 1
-    assert f"-{least}, expected" in fault(code, codes, scales, blocks)
-
-
-@pytest.mark.parametrize("which", MOMENTS)
-@pytest.mark.parametrize("nan", [127, 255])
-def test_fault_of_a_code_of_fp8_that_is_nan_is_found(which, nan):
-    code, codes, scales = made("fp8", which)
-    codes[1000] = nan
-    assert "a code that is NaN" in fault(code, codes, scales, blocks)
-
-
-def test_fault_of_fp8_scales_and_codes_that_steps_cannot_take_is_found():
-    code, codes, scales = made("fp8", "exp_avg")
-    assert "negative scale" in fault(code, codes, -scales, blocks)
-    scales[0] = FLT_MAX / 447
-    assert "largest code is not finite" in fault(code, codes, scales, blocks)
-    code, codes, scales = made("fp8", "exp_avg_sq")
-    codes[1000] = 129
-    assert "NaN or negative" in fault(code, codes, scales, blocks)
+@pytest.mark.parametrize(("codec", "which", "damage", "message"), FAULTS)
+def test_fault_of_what_steps_cannot_take_is_found(codec, which, damage, message):
+    code, codes, scales = made(codec, which)
+    damage(code, codes, scales)
+    assert message in fault(code, codes, scales, blocks)
 
 
 @pytest.mark.parametrize("which", MOMENTS)
@@ -124,7 +121,7 @@ def test_fault_of_random_bytes_is_found_or_they_decode_to_finite_numbers(which):
             shape = (4, *code.scale_shape)
             bits = torch.randint(-(2**31), 2**31, shape, generator=generator)
             scales = bits.to(torch.int32).view(torch.float32)
-            if code.scale_shape and codec.name in ("log", "log6"):  # else nearly all are refused
+            if code.scale_shape and codec.name in LOGS:  # else nearly all are refused
                 scales[:, 1] = torch.randint(2**20, 2**24, (4,), generator=generator).float()
                 scales[:, 0] = scales[:, 0].abs()
             if fault(code, codes, scales, blocks):

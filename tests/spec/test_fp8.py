@@ -6,20 +6,10 @@ from fractions import Fraction
 import pytest
 import torch
 
-from zero8.spec import arithmetic as ieee
 from zero8.spec.codec import CODECS
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 SIGNED, UNSIGNED = CODECS["fp8"].of_signed, CODECS["fp8"].of_unsigned
-CODES = {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}
-POSITIVE = torch.arange(127, dtype=torch.uint8)  # all but NaN
-both = pytest.mark.parametrize("which", CODES)
-
-
-def valid(which: str) -> torch.Tensor:
-    """Return what quantize makes: neither NaN nor -0, and for v nothing negative."""
-    negative = POSITIVE[1:] | 128
-    return torch.cat([POSITIVE, negative]) if which == "exp_avg" else POSITIVE
 
 
 def test_fp8_levels_are_those_of_the_format_and_of_torch():
@@ -33,56 +23,7 @@ def test_fp8_levels_are_those_of_the_format_and_of_torch():
     theirs = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     assert theirs.isnan().nonzero().flatten().tolist() == [127, 255]
     assert torch.equal(levels[theirs.isfinite()], theirs[theirs.isfinite()])
-    assert levels[SIGNED.MAX] == SIGNED.TOP == 448
-
-
-@both
-@pytest.mark.parametrize("scale", [1.0, 3.7e-20, 0.1, 2.0**117, 2.0**-117], ids=repr)
-def test_encode_fp8_all_codes_return_what_was_decoded(which, scale):
-    code, codes = CODES[which], valid(which)
-    (scale,) = code.scales(torch.tensor([448 * scale]), torch.tensor([0]), 1).tolist()
-    scales = torch.full((len(codes),), scale)
-    x = code.decode(codes, scales, 1.0)
-    assert torch.equal(x.double(), code.levels[codes.long()].double() * scale), "exact"
-    assert torch.equal(code.encode(x, scales, None), codes)
-
-
-@both
-def test_encode_fp8_at_every_boundary_is_the_nearest_or_even_code(which):
-    """Two floats on either side of every level and of the middle of any two, which is exact.
-
-    With scale 1 the normalized value is x itself.
-    """
-    code, levels = CODES[which], SIGNED.levels[:127].double()
-    middle = (levels[:-1] + levels[1:]) / 2
-    assert torch.equal(middle.float().double(), middle)
-    x = torch.cat([middle, levels]).float()
-    for _ in range(2):
-        x = torch.cat([x, x.nextafter(torch.tensor(500.0)), x.nextafter(torch.tensor(0.0))])
-    x = ieee.flush(torch.cat([x, torch.tensor([1e-30, 448.01, 1e9])])).unique()
-    distance = (x.double()[:, None] - levels).abs()
-    least = distance.min(1, keepdim=True).values
-    is_even = torch.arange(127) % 2 == 0
-    nearest = (distance == least).to(torch.int64) * (1 + is_even)
-    expected = nearest.argmax(1)
-    assert ((distance == least).sum(1) == 2).sum() == 126, "every tie is here"
-    scales = torch.ones_like(x)
-    if which == "exp_avg_sq":
-        expected = torch.where(x > 0, expected.clamp(min=1), 0)
-    assert torch.equal(code.encode(x, scales, None).long(), expected)
-    if which == "exp_avg":
-        negative = torch.where(expected > 0, expected + 128, 0)
-        assert torch.equal(code.encode(-x, scales, None).long(), negative)
-
-
-@both
-@pytest.mark.parametrize("gain", [0.9, 0.999], ids=repr)
-def test_decode_fp8_gain_multiplies_the_scale_first(which, gain):
-    """Two roundings, (C1): of scale * gain, and of the product with the level."""
-    code, codes = CODES[which], valid(which)
-    scales = torch.full((len(codes),), 0.37)
-    wanted = ieee.mul(code.levels[codes.long()], ieee.mul(0.37, gain))
-    assert torch.equal(code.decode(codes, scales, gain), wanted)
+    assert levels[SIGNED.largest] == SIGNED.TOP == 448
 
 
 def test_fp8_scale_of_every_mantissa_is_a_fixpoint():
@@ -98,7 +39,7 @@ def test_fp8_scale_of_every_mantissa_is_a_fixpoint():
         assert torch.equal(SIGNED.scales(448 * scale, torch.arange(2**20), 2**20), scale)
         assert ((448 * scale.double() / absmax.double() - 1).abs() <= 2.0**-20 + 2.0**-24).all()
         codes = SIGNED.encode(absmax[::64], scale[::64], None)
-        assert (codes == SIGNED.MAX).all()
+        assert (codes == SIGNED.largest).all()
 
 
 def test_fp8_smallest_scale_keeps_the_first_level_normal():

@@ -140,11 +140,6 @@ def test_grid_element_of_a_narrow_row_beyond_32_bits_has_its_block():
     assert grid.block_numbers(5_000_000_000 + 39, 2)[0].tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("size", [64, 128, 256, 512, 1024, 2048, 4096])
-def test_block_size_power_of_two_in_range_is_returned(size):
-    assert check_block_size(size) == size
-
-
 @pytest.mark.parametrize(
     "size", [0, -256, 32, 63, 65, 96, 4097, 8192, 256.0, True, "256", None], ids=repr
 )

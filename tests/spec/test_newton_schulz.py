@@ -52,19 +52,6 @@ def test_newton_schulz_moves_singular_values_near_one():
     assert 0.68 + 0.001 < s.min() and s.max() < 1.2025
 
 
-@pytest.mark.parametrize(
-    "shape", [(1, 32, 96), (1, 96, 32), (1, 48, 48), (4, 16, 40)], ids=["wide", "tall", "sq", "4"]
-)
-def test_orthogonalized_has_singular_values_near_one(shape):
-    """Those of at least 0.003 of the norm end in 0.68..1.21, and the order may change."""
-    x = random(*shape).double().numpy()
-    for before, after in zip(x, orthogonalized(random(*shape)).double().numpy(), strict=True):
-        known = np.linalg.svd(before, compute_uv=False) / np.linalg.norm(before)
-        values = np.linalg.svd(after, compute_uv=False)
-        assert values.max() < 1.3
-        assert (values >= 0.6).sum() >= (known >= 0.003).sum() >= len(values) - 1
-
-
 @pytest.mark.parametrize("shape", [(1, 24, 64), (1, 64, 24), (1, 40, 40)], ids=str)
 def test_orthogonalized_in_bfloat16_is_as_near_as_torchs(shape):
     """Both round the same numbers as often, to the same precision; torch the norm besides.
@@ -110,11 +97,3 @@ def test_orthogonalized_zeros_are_zeros(dtype):
     x[1] = 0.0
     got = orthogonalized(x)
     assert (got[1] == 0).all() and (got[0] != 0).any()
-
-
-@dtypes
-def test_orthogonalized_leaves_its_argument(dtype):
-    x = random(2, 9, 6).to(dtype)
-    before = x.clone()
-    orthogonalized(x)
-    assert torch.equal(x, before)

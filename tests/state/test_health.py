@@ -14,7 +14,7 @@ from zero8.checkpoint.read.statistics import MomentCounts
 from zero8.deepspeed.swap_file import Layout
 from zero8.integrations import health as module
 from zero8.integrations.health import Reports, health
-from zero8.spec.adam import ADAM, AdamScalars
+from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -98,7 +98,7 @@ def test_health_clipped_updates_are_those_that_the_next_step_clips():
     optimizer.step()
     m, v = (store.read(0, p.numel()) for store in optimizer.moments(p))
     history = optimizer.state[p]["history"]
-    s = AdamScalars.at(1, history, lr=0.0, betas=(0.9, 0.999), eps=1e-30, weight_decay=0.0)
+    s = ADAM.scalars(1, (history,), {**ADAM.options, "eps": 1e-30}, True)
     ratio = m / (v.sqrt() * s.inverse_sqrt_correction2 + s.eps)
     expected = (ratio > module.MARGIN * s.max_ratio).double().mean().item()
     assert 0.01 < expected < 0.5

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 
 from zero8.spec import int8_rows
-from zero8.spec.adam import AdamScalars, next_history
+from zero8.spec.adam import ADAM
 from zero8.spec.algorithm import MomentRule, Scalars
 from zero8.spec.algorithms import ALGORITHMS
 from zero8.spec.codec import CODECS, quantize
@@ -241,15 +241,13 @@ def scalars_at(step: int, hyper: dict) -> Scalars:
     if "grad_factor" in hyper:
         others = {key: value for key, value in hyper.items() if key != "grad_factor"}
         return scalars_at(step, others)._replace(grad_factor=hyper["grad_factor"])
-    if algorithm := hyper.get("algorithm"):
-        group, memory = {**algorithm.options, **hyper}, (0.0,) * len(algorithm.memory)
-        for number in range(1, step + 1):
-            memory = algorithm.next_memory(number, memory, group)
-        return algorithm.scalars(step, memory, group, True)
-    history = 0.0
-    for _ in range(step):
-        history = next_history(history, *hyper["betas"])
-    return AdamScalars.at(step, history, **hyper)
+    algorithm = hyper.get("algorithm", ADAM)
+    group, memory = {**algorithm.options, **hyper}, (0.0,) * len(algorithm.memory)
+    if "decoupled" in hyper:
+        group["decoupled_weight_decay"] = hyper["decoupled"]
+    for number in range(1, step + 1):
+        memory = algorithm.next_memory(number, memory, group)
+    return algorithm.scalars(step, memory, group, hyper.get("bias_correction", True))
 
 
 def stepped_parts(codec, place, cuts, dtype, hyper, stepper, steps) -> list[Segment]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from zero8.op import codec_maps, structs
-from zero8.spec import blocks, dither, grid, log, reference
+from zero8.spec import dither, grid, levels, log, reference
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.algorithms import ALGORITHMS
 from zero8.spec.codec import CODECS, MomentCode
@@ -116,7 +116,7 @@ def shared_numbers() -> dict[str, float]:
         "kMinBlockSize": grid.MIN_BLOCK_SIZE,
         "kMaxBlockSize": grid.MAX_BLOCK_SIZE,
         "kGradientLimitBits": int(np.float32(reference.GRADIENT_LIMIT).view(np.uint32)),
-        "kSaturation": blocks.SATURATION,
+        "kSaturation": levels.SATURATION,
         "kOneBits": log.ONE_BITS,
         "kMaxHashed": structs.MAX_HASHED,
         "kMaxMoments": structs.MAX_MOMENTS,

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small parameters, and steps on gradients that are a function of the step, for optimizer tests."""
 
+import io
+
 import torch
 from torch import nn
 
@@ -33,6 +35,14 @@ def run(optimizer, params, steps: int, start: int = 0) -> None:
 def assert_equal(params, others) -> None:
     for number, (p, q) in enumerate(zip(params, others, strict=True)):
         assert torch.equal(p, q), f"parameter {number}"
+
+
+def through_file(contents):
+    """Return what is read of a file with these contents."""
+    file = io.BytesIO()
+    torch.save(contents, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def gamma(n: int) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch: the parameters that take a step together."""
+"""A batch: the parameters that take a step together, those that share memory in turns."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -28,19 +28,14 @@ class Row(NamedTuple):
 class Batch(NamedTuple):
     """The parameters of one step, as parallel lists.
 
-    Attributes:
-        groups: the optimizer's groups, in order, each with the number of its parameters.
-        params: the parameters in these groups.
-        values: the local tensor of each parameter: itself, except for a DTensor and for the classes
-            of `zero8.state.weights`.
-        grads: the gradient of each of `values`.
-        states: the state of each parameter.
+    `values` are the local tensors of the parameters: these themselves, except for DTensors and for
+    the classes of `zero8.state.weights`.
     """
 
-    groups: list[tuple[Group, int]]
+    groups: list[tuple[Group, int]]  # in order, each with the number of its parameters
     params: list[Tensor]
     values: list[Tensor]
-    grads: list[Tensor]
+    grads: list[Tensor]  # of `values`
     states: list[Entries]
 
     @classmethod
@@ -78,3 +73,33 @@ class Batch(NamedTuple):
         """Return the addresses of values and gradients; (2, parameters) uint64."""
         columns = self.values, self.grads
         return np.array([[t.data_ptr() for t in tensors] for tensors in columns], np.uint64)
+
+
+def extents_of(tensors: Sequence[Tensor]) -> np.ndarray:
+    """Return the number of bytes from the first element of each tensor to its last."""
+    return np.array([_extent(tensor) for tensor in tensors], np.uint64)
+
+
+def turns_of(addresses: np.ndarray, extents: np.ndarray) -> np.ndarray:
+    """Return the turn of each tensor, from 0: one after those of all earlier ones that overlap it.
+
+    Threads share out the elements of one kernel call, so two of them may be at the same weight at
+    once.  Addresses and extents (`extents_of`) are (tensors,) uint64, the turns (tensors,) int64.
+    """
+    turns = np.zeros(len(addresses), np.int64)
+    begins = np.where(extents > 0, addresses, np.uint64(0))
+    ends = begins + extents
+    order = np.argsort(begins, kind="stable")
+    if (begins[order][1:] >= np.maximum.accumulate(ends[order])[:-1]).all():
+        return turns
+    for place in range(1, len(turns)):
+        overlaps = (begins[:place] < ends[place]) & (ends[:place] > begins[place])
+        turns[place] = (turns[:place][overlaps] + 1).max(initial=0)
+    return turns
+
+
+def _extent(tensor: Tensor) -> int:
+    if not tensor.numel():
+        return 0
+    ends = ((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (1 + sum(ends)) * tensor.element_size()

@@ -15,16 +15,16 @@ from torch.optim.optimizer import ParamsT
 from zero8.deepspeed import claims, seams
 from zero8.deepspeed.constructing import check_replaced, constructing_engine, global_shape
 from zero8.environment.versions import warn_if_untested
-from zero8.fsdp.meshes import parts_of_grads, process_groups
+from zero8.fsdp.meshes import process_groups
 from zero8.op import kernel
 from zero8.op.devices import DEVICES
 from zero8.optimizer import notices
-from zero8.optimizer.clipping import Clipped, norm_and_factor
+from zero8.optimizer.clipping import norm_and_factor
+from zero8.optimizer.entry import WeightSums
 from zero8.optimizer.in_backward import InBackward, check_model
 from zero8.optimizer.loading import load
 from zero8.optimizer.states import States, SwappedState
 from zero8.optimizer.stepper import Stepper, plain_torch
-from zero8.optimizer.weight_sums import WeightSums
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.options import plain
 from zero8.spec.shown import shown_keys
@@ -85,7 +85,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self._lock = threading.RLock()
         self._states = States(self, self.settings, self.algorithms, self.algorithm_of)
         self._params = self._states.params
-        self._stepper = Stepper(self.settings, self._params, self.kind_of, self.algorithm_of)
+        self._stepper = Stepper(self._states)
         self._claim = claims.Claim(self)
         self._in_backward: InBackward | None = None
         self._lacks_decay = False  # whether a group was added without a weight_decay
@@ -208,7 +208,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             self._states.check_algorithms(self.state)
         # Python runs other threads while the kernel works.
         with self._lock, plain_torch():
-            if skipped := self._stepper.step(self.param_groups, self.state):
+            if skipped := self._stepper.step():
                 # Alone, a rank must not raise while the others wait in a collective: it only logs.
                 counts = self._stepper.counts
                 (counts.raise_for if self._states.raise_alone() else counts.log)(skipped)
@@ -257,12 +257,11 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
                 changed since.
         """
         self._check_not_in_backward("clip_grad_norm_")
-        params, rest = self._all_params(), (max_norm, norm_type, error_if_nonfinite, foreach)
-        total, factor = norm_and_factor(params, parts_of_grads, *rest)
+        params = self._all_params()
+        total, factor = norm_and_factor(params, max_norm, norm_type, error_if_nonfinite, foreach)
         if factor is not None:
             with self._lock:
-                clipped = Clipped([p.grad for p in params if p.grad is not None])
-                self._stepper.factor.set(factor, clipped)
+                self._stepper.factor.set(factor, [p.grad for p in params if p.grad is not None])
         return total
 
     def _check_not_in_backward(self, what: str) -> None:
@@ -272,7 +271,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as torch's, and what `clip_grad_norm_` has left for the step."""
         super().zero_grad(set_to_none)
-        self._stepper.factor.forget()
+        self._stepper.factor.set(1.0)
 
     @property
     def copies(self) -> dict[Tensor, Tensor]:
@@ -320,8 +319,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     @plain_torch()
     def _step_one(self, p: Tensor, grad: Tensor) -> None:
         with self._lock:
-            group = self._params.group_of(p, self.param_groups)
-            self._stepper.step_one(group, p, grad, self.param_groups, self.state)
+            self._stepper.step_one(p, grad)
 
     def _wait(self) -> None:
         """Wait for pending steps of the backward."""

@@ -67,33 +67,19 @@ def in_float32(call: "Call", batch: Batch, scalars: np.ndarray) -> list[Counts]:
 
 @dataclass(eq=False)
 class Call:
-    """Parameters that step together.
-
-    Attributes:
-        algorithm: the algorithm of the step.
-        entries: of the parameters.
-        places: their indices in the batch.
-        is_all: whether these are all parameters of the batch.
-        is_in_order: whether parameters and gradients are contiguous; else copies are stepped.
-        device: the device of the parameters.
-        kernel: its kernel.
-        how: how they step.
-        records: (pieces,) `SEGMENT`.
-        kept: (pieces,) `KEPT_PIECE`.
-        has_copies: whether the records name copies (`Stepper.copies`).
-    """
+    """Parameters that step together."""
 
     algorithm: Algorithm
     entries: list[Entry]
-    places: list[int]
-    is_all: bool
-    is_in_order: bool
+    places: list[int]  # in the batch
+    is_all: bool  # whether these are all parameters of the batch
+    is_in_order: bool  # whether parameters and gradients are contiguous; else copies are stepped
     device: torch.device
     kernel: Kernel
     how: How
-    records: np.ndarray
-    kept: np.ndarray
-    has_copies: bool = False
+    records: np.ndarray  # (pieces,) `SEGMENT`
+    kept: np.ndarray  # (pieces,) `KEPT_PIECE`
+    has_copies: bool = False  # whether the records name copies (`Stepper.copies`)
 
     @cached_property
     def pieces(self) -> list[Piece]:
@@ -113,14 +99,10 @@ class Call:
         which: np.ndarray,
         copies: MutableMapping[Tensor, Tensor],
     ) -> list[Counts]:
-        """Take the step of these parameters, and note it in their states.
+        """Take the step of these parameters of a batch, and note it in their states.
 
-        Args:
-            batch: the parameters of the whole step.
-            addresses: (2, parameters) uint64, of its values and gradients.
-            steps: the distinct steps of its parameters.
-            which: (parameters,) int64, the index of the step of each.
-            copies: see `Stepper.copies`.
+        `addresses` are those of the batch; `steps` are the distinct steps of its parameters, of
+        which `which`, (parameters,) int64, says which is whose.
         """
         if not self.is_all:
             batch, addresses = batch.at(self.places), addresses[:, self.places]

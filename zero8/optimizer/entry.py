@@ -7,6 +7,7 @@ addresses, not tensors, so they keep nothing alive but sums of their own.
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from weakref import ref
 
 import numpy as np
 import torch
@@ -16,9 +17,8 @@ from zero8.op import kernel
 from zero8.op.structs import FLOAT32_MOMENTS, KEPT_PIECE
 from zero8.optimizer import widened
 from zero8.optimizer.batch import Row
-from zero8.optimizer.weight_sums import WeightSums
 from zero8.spec import dither
-from zero8.spec.algorithm import Algorithm, Scalars
+from zero8.spec.algorithm import Algorithm
 from zero8.spec.buffers import check_apart, check_buffer
 from zero8.spec.segment import Segment
 from zero8.state.entries import is_new, others_in
@@ -32,30 +32,56 @@ from zero8.state.table import Piece
 from zero8.state.weights import int8_rows
 
 
+class WeightSums:
+    """The sums by which steps find corrections that belong to other weights.
+
+    `zero8.spec.corrections` defines them.  They are run-time memory, 8 bytes per block, and no part
+    of a state: after a load, and for a correction that other code has put into a state, there are
+    none, and all corrections count.
+    """
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self._of: dict[int, tuple[ref[Tensor], Tensor]] = {}  # by the parameter's id
+
+    def of(self, p: Tensor, correction: Tensor, num_blocks: int, device: torch.device) -> Tensor:
+        """Return the sums that a parameter's last step has left, (num_blocks, 2) int32.
+
+        They are 0 if it had another correction.
+        """
+        known = self._of.get(id(p))
+        if known is None or known[0]() is not correction or known[1].device != device:
+            sums = torch.zeros(num_blocks, 2, dtype=torch.int32, device=device)
+            known = self._of[id(p)] = ref(correction), sums
+        return known[1]
+
+    def moved(self, p: Tensor, correction: Tensor) -> None:
+        """Take the contents of a parameter's last correction for those of this one."""
+        if id(p) in self._of:
+            self._of[id(p)] = ref(correction), self._of[id(p)][1]
+
+    def forget(self) -> None:
+        """Let all corrections count: steps find 0, also where records are kept."""
+        for _, sums in self._of.values():
+            sums.zero_()
+
+
 @dataclass(frozen=True, eq=False)
 class Entry:
     """What steps keep of one parameter.
 
-    Attributes:
-        kind: the kind of its state.
-        keys: what `contents_of` says of its state besides tensors and numbers.
-        seen: (2 + contents,) `TENSOR`: its values, its gradient, and its contents.  The records are
-            valid while nothing but the first two addresses changes.
-        is_plain: whether its contents are the values of its state as they are.
-        pieces: its pieces.
-        records: (pieces,) `SEGMENT`; `zero8.op.kernel.fill` sets the fields that steps change.
-        kept: (pieces,) `KEPT_PIECE`, the constants that `fill` needs.
-        weight_sums: the sums to which the records refer, None without a correction.
+    `seen` describes its values, its gradient, and its contents: the records are valid while nothing
+    but the first two addresses changes.  `zero8.op.kernel.fill` sets the fields that steps change.
     """
 
     kind: StateKind
-    keys: object
-    seen: np.ndarray
-    is_plain: bool
+    keys: object  # what `contents_of` says of its state besides tensors and numbers
+    seen: np.ndarray  # (2 + contents,) `TENSOR`
+    is_plain: bool  # whether its contents are the values of its state as they are
     pieces: tuple[Piece, ...]
-    records: np.ndarray
-    kept: np.ndarray
-    weight_sums: Tensor | None
+    records: np.ndarray  # (pieces,) `SEGMENT`
+    kept: np.ndarray  # (pieces,) `KEPT_PIECE`, the constants that `fill` needs
+    weight_sums: Tensor | None  # those to which the records refer, None without a correction
 
     @property
     def algorithm(self) -> Algorithm:
@@ -185,17 +211,9 @@ def _segment(
         codec=stores[0].codec if piece.is_quantized else None,
         grid=piece.grid,
         first=piece.first,
-        scalars=_zero_scalars(algorithm),  # each step fills its scalars and phases into the records
-        param_phase=0,
         rounding=settings.rounding,
         correction=correction,
     )
-
-
-@lru_cache
-def _zero_scalars(algorithm: Algorithm) -> Scalars:
-    scalars: Scalars = algorithm.scalars_type._make(0.0 for _ in algorithm.scalars_type._fields)
-    return scalars
 
 
 @lru_cache(maxsize=1 << 17)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from zero8.optimizer.turns import extents_of, turns_of
+from zero8.optimizer.batch import extents_of, turns_of
 from zero8.state.extent import local
 from zero8.state.weights import values_of
 

@@ -182,19 +182,20 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
 
     def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         """Return a group of Muon's parameters and one of the others, if there are any."""
-        given = group["params"]
+        given, names = group["params"], group.get("param_names")
         members = [given] if isinstance(given, Tensor) else list(given)
+        if names:
+            members = list(zip(names, members, strict=True))
         if "use_muon" in group:
             parts = {bool(group["use_muon"]): members}
         else:
             parts = {True: [], False: []}
-            names = _names_of(group, members)
-            for member, name in zip(members, names, strict=True):
-                parts[self._is_for_muon(_param(member), name)].append(member)
+            for member in members:
+                parts[self._is_for_muon(*_param_and_name(member))].append(member)
         for member in parts.get(True, []):
-            _check_matrix(_param(member))
+            _check_matrix(_param_and_name(member)[0])
         if True in parts and constructing_engine()[0] is not None:
-            parts[True] = largest_first(parts[True], lambda one: _param(one).shape)
+            parts[True] = largest_first(parts[True], lambda one: _param_and_name(one)[0].shape)
         rest = {key: value for key, value in group.items() if key != "param_names"}
         split = []
         for use_muon, those in parts.items():
@@ -203,9 +204,6 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
             part = {**rest, "params": those, "use_muon": use_muon}
             if (name := "muon_lr" if use_muon else "adam_lr") in self.own_lrs:
                 part.setdefault("lr", self.own_lrs[name])
-            if "param_names" in group:
-                place_of = {id(member): at for at, member in enumerate(members)}
-                part["param_names"] = [group["param_names"][place_of[id(one)]] for one in those]
             split.append(part)
         return split or [{**group, "use_muon": False}]
 
@@ -253,8 +251,10 @@ def largest_first(
     return sorted(matrices, key=lambda one: tuple(shape_of(one)), reverse=True)
 
 
-def _param(member: Tensor | tuple[str, Tensor]) -> Tensor:
-    return member[1] if isinstance(member, tuple) else member
+def _param_and_name(member: Any) -> tuple[Tensor, str | None]:
+    """Return a member of a group, and its name, or that of DeepSpeed's engine, if it has one."""
+    name, p = member if isinstance(member, tuple) else (None, member)
+    return p, name or constructing_engine()[1].get(p)
 
 
 def _as_ours(group: dict[str, Any], use_muon: bool) -> dict[str, Any]:
@@ -265,16 +265,6 @@ def _as_ours(group: dict[str, Any], use_muon: bool) -> dict[str, Any]:
     if use_muon and "ns_eps" not in group and "eps" in group:
         given["ns_eps"] = given.pop("eps")
     return given
-
-
-def _names_of(group: Mapping[str, Any], members: Sequence[Any]) -> list[str | None]:
-    """Return the names of a group's members, None for those without."""
-    _, of_engine = constructing_engine()
-    names = group.get("param_names") or [None] * len(members)
-    return [
-        member[0] if isinstance(member, tuple) else name or of_engine.get(member)
-        for member, name in zip(members, names, strict=True)
-    ]
 
 
 def _check_matrix(p: Tensor) -> None:

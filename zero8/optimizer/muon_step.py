@@ -3,7 +3,8 @@
 
 The kernel forms the updates of some parameters in a buffer, they are orthogonalized there, and the
 kernel applies them.  Matrices that this rank holds whole are orthogonalized here, those of equal
-shape together; the others are gathered on one rank each (`zero8.optimizer.owners`).
+shape together; the others are gathered on one rank each (`zero8.optimizer.owners`).  Parameters
+step in groups of one shape, so that few updates are in memory at a time.
 """
 
 import math
@@ -29,7 +30,6 @@ from zero8.spec.muon import (
     forming,
     lr_ratio,
     matrices_of,
-    multiplications,
     ranges_by_matrix,
 )
 from zero8.spec.newton_schulz import SKIPPED, orthogonalized
@@ -83,28 +83,32 @@ class Unit:
         size = math.prod(self.matrix_shape)
         return {one for one, runs in self.runs.items() if sum(run[2] for run in runs) < size}
 
-    def held(self, number: int, like: int) -> Held:
-        """Return what other ranks need to know of a matrix; for `like` see `Held`."""
-        ranges = tuple((first, numel) for _, first, numel in self.runs[number])
-        return Held(self.matrix_shape, like, float(multiplications(self.matrix_shape)), ranges)
+    def held(self, like: int) -> Held:
+        """Return what other ranks need to know of the matrices that are cut; see `Held`."""
+        ranges = {n: tuple((first, numel) for _, first, numel in self.runs[n]) for n in self.cut}
+        return Held(self.shape, like, ranges)
 
-    def views(self, update: Tensor, numbers: Iterable[int]) -> list[Tensor]:
-        """Return what there is of some matrices of an update of all elements."""
-        runs = (run for number in numbers for run in self.runs.get(number, ()))
-        return [update[start : start + numel] for start, _, numel in runs]
+    def views(self, update: Tensor, number: int) -> list[Tensor]:
+        """Return what there is of a matrix in an update of all elements."""
+        return [update[start : start + numel] for start, _, numel in self.runs.get(number, ())]
 
 
 Units = Mapping[int, Unit]
 """Parameters on this rank by their identity."""
+
+Exchange = tuple[list[int], list[Round], torch.dtype]
+"""Parameters that step together, the rounds that gather their matrices, and the dtype of these."""
 
 
 def of_matrices(call: Call, batch: Batch, scalars: np.ndarray) -> list[Counts]:
     """Take a step of Muon; all ranks that share the parameters must call it.  See `How`."""
     call.entries[0].kind.before_exchange()
     units, step = _units_of(call), _Step(call, batch, scalars)
-    for chunk in _alike([one for one in units.values() if not one.cut], step.groups):
-        step.take_whole(chunk)
-    step.take_cut({identity: one for identity, one in units.items() if one.cut})
+    for alike in _alike({at: unit for at, unit in units.items() if not unit.cut}, step.groups):
+        step.take(alike)
+    cut = {identity: unit for identity, unit in units.items() if unit.cut}
+    for identities, rounds, dtype in step.exchanges(cut):
+        step.take({one: cut[one] for one in identities if one in cut}, rounds, dtype)
     return step.counts
 
 
@@ -118,15 +122,15 @@ def _units_of(call: Call) -> Units:
     return units
 
 
-def _alike(units: Sequence[Unit], groups: Sequence[Group]) -> Iterator[list[Unit]]:
+def _alike(units: Units, groups: Sequence[Group]) -> Iterator[Units]:
     """Yield units of equal shape and group, up to `MAX_NUMEL` elements together."""
-    alike: dict[tuple[tuple[int, ...], int], list[Unit]] = {}
-    for unit in units:
-        alike.setdefault((unit.shape, id(groups[unit.owner])), []).append(unit)
+    alike: dict[tuple[tuple[int, ...], int], list[int]] = {}
+    for identity, unit in units.items():
+        alike.setdefault((unit.shape, id(groups[unit.owner])), []).append(identity)
     for (shape, _), those in alike.items():
         count = max(1, MAX_NUMEL // math.prod(shape))
         for start in range(0, len(those), count):
-            yield those[start : start + count]
+            yield {identity: units[identity] for identity in those[start : start + count]}
 
 
 class _Step:
@@ -138,86 +142,69 @@ class _Step:
         count = len(MuonScalars._fields)
         self._scalars = [MuonScalars(*row[:count].tolist()) for row in scalars["numbers"]]
 
-    def take_whole(self, units: Sequence[Unit]) -> None:
-        """Step parameters of one shape and group, of which no matrix is cut."""
-        shape, group = units[0].matrix_shape, self.groups[units[0].owner]
-        update = self._formed(units, _dtype(group["ns_dtype"], self._device))
-        self._apply(units, _orthogonal(update, shape, group))
+    def take(
+        self, units: Units, rounds: Sequence[Round] = (), dtype: torch.dtype | None = None
+    ) -> None:
+        """Step parameters of one shape and group; `rounds` gather the matrices that are cut.
 
-    def take_cut(self, units: Units) -> None:
-        """Step the parameters with matrices that are cut, round by round.
-
-        Their updates are in memory from the round of their first matrix to that of their last.
+        This rank may have none of them, and takes part in the rounds nevertheless.
         """
-        updates: dict[int, Tensor] = {}
-        left = {identity: set(unit.cut) for identity, unit in units.items()}
-        for one, dtype in self._rounds(units):
-            # Of the matrices of experts, others may hold some that this rank has nothing of.
-            theirs = (key for keys in one.owned for key in keys)
-            keys = [(at, number) for at, number in theirs if at in left and number in left[at]]
-            here = {identity: units[identity] for identity, _ in keys}
-            begun = {identity: unit for identity, unit in here.items() if identity not in updates}
-            updates |= self._begun(begun, dtype)
-            views = [v for at, number in keys for v in here[at].views(updates[at], [number])]
-            nothing = torch.empty(0, dtype=dtype, device=self._device)
-            one.replace([nothing, *views], self._orthogonal_of_round)
-            for identity, number in keys:
-                left[identity].remove(number)
-            ended = [identity for identity in here if not left[identity]]
-            if ended:
-                update = torch.cat([updates.pop(identity) for identity in ended])
-                self._apply([units[identity] for identity in ended], update)
+        group = self.groups[next(iter(units.values())).owner] if units else {}
+        dtype = dtype or _dtype(group["ns_dtype"], self._device)
+        formed = self._formed(list(units.values()), dtype)
+        updates = dict(zip(units, formed.split([one.numel for one in units.values()]), strict=True))
 
-    def _orthogonal_of_round(self, whole: Tensor, own: Held) -> Tensor:
-        return _orthogonal(whole, own.shape, self.groups[own.like])
+        def views_of(keys: Iterable[tuple[int, int]]) -> list[Tensor]:
+            here = [(identity, number) for identity, number in keys if identity in units]
+            return [view for one, n in here for view in units[one].views(updates[one], n)]
 
-    def _rounds(self, units: Units) -> list[tuple[Round, torch.dtype]]:
-        """Return the rounds that gather matrices, each with the dtype in which all ranks send.
+        def orthogonal(matrices: Tensor) -> Tensor:
+            return _orthogonal(matrices, next(iter(units.values())).matrix_shape, group)
 
-        The kind keeps them: a plan can be made anew on some ranks only, which must not wait for the
+        whole = [(at, n) for at, unit in units.items() for n in unit.runs if n not in unit.cut]
+        while whole:
+            count = max(1, MAX_NUMEL // math.prod(units[whole[0][0]].matrix_shape))
+            views, whole = views_of(whole[:count]), whole[count:]
+            fill(views, orthogonal(torch.cat(views)))
+        for one in rounds:
+            views = views_of(key for keys in one.owned for key in keys)
+            one.replace([formed[:0], *views], orthogonal)
+        if units:
+            self._apply(list(units.values()), formed)
+
+    def exchanges(self, units: Units) -> list[Exchange]:
+        """Return how parameters with matrices that are cut step, as all ranks have agreed.
+
+        The kind keeps it: a plan can be made anew on some ranks only, which must not wait for the
         others then.
         """
         agreed = self._call.entries[0].kind.agreed
         key = tuple(map(id, self._params))
         if key not in agreed:
             agreed[key] = self._agreed(units)
-        rounds: list[tuple[Round, torch.dtype]] = agreed[key]
-        return rounds
+        exchanges: list[Exchange] = agreed[key]
+        return exchanges
 
-    def _agreed(self, units: Units) -> list[tuple[Round, torch.dtype]]:
-        """Agree with the other ranks on the rounds, process group by process group."""
+    def _agreed(self, units: Units) -> list[Exchange]:
+        """Agree with the other ranks, process group by process group."""
         pairs = zip(self._call.entries, self._params, self.groups, strict=True)
         keys = [(one.kind.process_group(p), group["ns_dtype"]) for one, p, group in pairs]
         first_in: dict[int, int] = {}
         for owner, group in enumerate(self.groups):
             first_in.setdefault(id(group), owner)
-        rounds: list[tuple[Round, torch.dtype]] = []
+        exchanges: list[Exchange] = []
         for ranks, setting in dict.fromkeys(key for key in keys if key[0] is not None):
             held = {
-                (identity, number): unit.held(number, first_in[id(self.groups[unit.owner])])
+                identity: unit.held(first_in[id(self.groups[unit.owner])])
                 for identity, unit in units.items()
-                for number in unit.cut
                 if keys[unit.owner] == (ranks, setting)
             }
             # Processors may differ, but all ranks have to send the same dtype.
             here = int(_dtype(setting, self._device) is torch.float32)
             (is_float32,) = numbers.largest([here], [ranks])
             dtype = torch.float32 if is_float32 else torch.bfloat16
-            rounds += [(one, dtype) for one in rounds_of(held, ranks, MAX_NUMEL)]
-        return rounds
-
-    def _begun(self, units: Units, dtype: torch.dtype) -> dict[int, Tensor]:
-        """Form the updates of parameters, and orthogonalize those of their whole matrices."""
-        formed = self._formed(list(units.values()), dtype)
-        updates = formed.split([unit.numel for unit in units.values()])
-        for unit, update in zip(units.values(), updates, strict=True):
-            shape, group = unit.matrix_shape, self.groups[unit.owner]
-            whole = [number for number in unit.runs if number not in unit.cut]
-            count = max(1, MAX_NUMEL // math.prod(shape))
-            for start in range(0, len(whole), count):
-                views = unit.views(update, whole[start : start + count])
-                fill(views, _orthogonal(torch.cat(views), shape, group))
-        return dict(zip(units, updates, strict=True))
+            exchanges += [(*one, dtype) for one in rounds_of(held, ranks, MAX_NUMEL)]
+        return exchanges
 
     def _formed(self, units: Sequence[Unit], dtype: torch.dtype) -> Tensor:
         """Return u of (O2) for some parameters, one after the other; moments are stepped.

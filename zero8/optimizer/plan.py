@@ -11,35 +11,24 @@ from zero8.op.devices import kernel_on
 from zero8.op.kernel import CpuKernel
 from zero8.optimizer import muon_step as muon
 from zero8.optimizer import widened
-from zero8.optimizer.batch import Batch
+from zero8.optimizer.batch import Batch, extents_of, turns_of
 from zero8.optimizer.call import Call, How, in_float32, in_one
 from zero8.optimizer.entry import Entry
-from zero8.optimizer.turns import extents_of, turns_of
 from zero8.spec.algorithm import Algorithm
 
 
 @dataclass(eq=False)
 class Plan:
-    """What is kept of a step over certain parameters.
-
-    Attributes:
-        keys: of all of their states, as the stepper reads them.
-        seen: their values, gradients and contents, like `Entry.seen`.
-        is_plain: whether all entries are.
-        extents: the bytes that each parameter spans.
-        addresses: of the parameters when `turns` were found, as bytes.
-        turns: the turn of each (`zero8.optimizer.turns`).
-        calls: the calls, in order.
-    """
+    """What is kept of a step over certain parameters."""
 
     entries: list[Entry]
-    keys: object
-    seen: np.ndarray
-    is_plain: bool
-    extents: np.ndarray
-    addresses: bytes
+    keys: object  # of all of their states, as the stepper reads them
+    seen: np.ndarray  # their values, gradients and contents, like `Entry.seen`
+    is_plain: bool  # whether all entries are
+    extents: np.ndarray  # the bytes that each parameter spans
+    addresses: bytes  # of the parameters when `turns` were found
     turns: np.ndarray
-    calls: list[Call]
+    calls: list[Call]  # in order
     is_on_gpus: bool
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The embedding layer of the 8-bit optimizers paper."""
 
+import inspect
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from zero8.state import float32_modules
@@ -30,16 +30,8 @@ class StableEmbedding(nn.Embedding):
     A state dict has `weight`, `norm.weight` and `norm.bias`, the names of bitsandbytes.  That of a
     plain embedding, which has only `weight`, loads with `strict=False`: the norm keeps its values.
 
-    Args:
-        num_embeddings: as torch's, and so are all others.
-        embedding_dim: the size of an embedding.
-        padding_idx: the token that is not trained.
-        max_norm: the norm to which `weight[t]` is shortened before it is used.
-        norm_type: p of that norm.
-        scale_grad_by_freq: whether to divide gradients by the token's count in the batch.
-        sparse: whether gradients are sparse; zero8's optimizers refuse to step with these.
-        device: of the parameters.
-        dtype: of the parameters.
+    Arguments are those of `torch.nn.Embedding`.  zero8's optimizers refuse to step with the
+    gradients of `sparse=True`.
 
     Attributes:
         norm: the `torch.nn.LayerNorm`.
@@ -48,37 +40,14 @@ class StableEmbedding(nn.Embedding):
         AssertionError: if `padding_idx` is not a token, as from torch.
     """
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        _weight: Tensor | None = None,
-        _freeze: bool = False,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
-    ):
-        """Make the weight, which `_weight` replaces, and the norm."""
-        super().__init__(
-            num_embeddings,
-            embedding_dim,
-            padding_idx,
-            max_norm,
-            norm_type,
-            scale_grad_by_freq,
-            sparse,
-            _weight,
-            _freeze,
-            device,
-            dtype,
-        )
+    __signature__ = inspect.signature(nn.Embedding)
+
+    def __init__(self, *args: Any, **keywords: Any):
+        """Make the weight and the norm."""
+        super().__init__(*args, **keywords)
         # A given weight has its own device and dtype.
         given = self.weight
-        self.norm = nn.LayerNorm(embedding_dim, device=given.device, dtype=given.dtype)
+        self.norm = nn.LayerNorm(self.embedding_dim, device=given.device, dtype=given.dtype)
         float32_modules.add(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

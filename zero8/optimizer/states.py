@@ -43,6 +43,9 @@ class States:
     """The states of an optimizer's parameters.
 
     Attributes:
+        optimizer: the optimizer.
+        settings: its settings.
+        algorithm_of: returns the algorithm of one of its groups.
         params: the parameters.
         kinds: the kinds of state (`KINDS`) of each algorithm.
         on_disk: the parameters whose states are swapped out, with descriptions of these.
@@ -55,9 +58,9 @@ class States:
         algorithms: Sequence[Algorithm],
         algorithm_of: Callable[[Mapping[str, Any]], Algorithm],
     ):
-        """Start without parameters; `algorithm_of` returns the algorithm of a group."""
-        self._optimizer, self._settings = optimizer, settings
-        self._algorithms, self._algorithm_of = algorithms, algorithm_of
+        """Start without parameters."""
+        self.optimizer, self.settings = optimizer, settings
+        self._algorithms, self.algorithm_of = algorithms, algorithm_of
         self.params = KnownParams()
         self.kinds = [
             kind(replace(settings, algorithm_name=algorithm.name), self.params)
@@ -68,11 +71,11 @@ class States:
 
     def infos(self) -> dict[Tensor, ParamInfo]:
         """Return the descriptions of the parameters in the groups."""
-        return self.params.infos(self._optimizer.param_groups)
+        return self.params.infos(self.optimizer.param_groups)
 
     def all(self) -> dict[Tensor, Entries]:
         """Return the states of parameters that have moments; other code may keep more."""
-        return param_states(self._optimizer.state)
+        return param_states(self.optimizer.state)
 
     def kind_of(self, p: Tensor, state: Entries) -> StateKind:
         """Return the kind of a parameter's state; `state` is empty if it has none."""
@@ -80,7 +83,7 @@ class States:
             return kind_of(self.kinds, p, state)
         algorithm = self._algorithm_in(state)
         if algorithm is None:
-            algorithm = self._algorithm_of(self.params.group_of(p, self._optimizer.param_groups))
+            algorithm = self.algorithm_of(self.params.group_of(p, self.optimizer.param_groups))
         return kind_of([one for one in self.kinds if one.algorithm is algorithm], p, state)
 
     def _algorithm_in(self, state: Entries) -> Algorithm | None:
@@ -92,15 +95,10 @@ class States:
         """Raise ValueError if a state is not one of the algorithm of its parameter's group."""
         if len(self._algorithms) == 1:
             return
-        for group in self._optimizer.param_groups:
-            algorithm = self._algorithm_of(group)
-            others = (first_entries(one) for one in self._algorithms if one is not algorithm)
-            foreign = frozenset[str]().union(*others)
+        for group in self.optimizer.param_groups:
+            algorithm = self.algorithm_of(group)
             for p in group["params"]:
-                state = states.get(p)
-                if not state or foreign.isdisjoint(state):  # every step asks this of each
-                    continue
-                theirs = self._algorithm_in(state)
+                theirs = self._algorithm_in(states.get(p, {}))
                 if theirs not in (None, algorithm):
                     raise ValueError(
                         f"parameter {self.infos()[p].label}: got a state of "
@@ -114,16 +112,16 @@ class States:
 
         `is_replaced` says whether DeepSpeed will replace them, by partitions or float32 copies.
         """
-        infos, algorithm = self.infos(), self._algorithm_of(group)
+        infos, algorithm = self.infos(), self.algorithm_of(group)
         for p in group["params"]:
             info = infos[p]
-            self._settings.decide(info)
+            self.settings.decide(info)
             if is_lazy(p):
                 continue  # a step checks it, which its module has materialized by then
             if is_replaced:
                 check_replaceable(info.label, p)
             elif p.requires_grad:
-                check_new(info.label, p, algorithm, self._settings)
+                check_new(info.label, p, algorithm, self.settings)
                 self.kind_of(p, {}).check_new(p, info)
 
     def raise_alone(self) -> bool:
@@ -134,12 +132,12 @@ class States:
         return numbers.num_ranks() == 1 or not self._are_on_gpus()
 
     def _are_on_gpus(self) -> bool:
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         return any(p.is_cuda for group in groups for p in group["params"])
 
     def moments(self, p: Tensor, infos: Mapping[Tensor, ParamInfo]) -> list[MomentStore]:
         """Return the live moments of a parameter that has state, in the algorithm's order."""
-        state = self._optimizer.state[p]
+        state = self.optimizer.state[p]
         return self.kind_of(p, state).moments(p, state, infos.get(p))
 
     def all_moments(self) -> dict[Tensor, list[MomentStore]]:
@@ -150,19 +148,19 @@ class States:
     def memory_report(self) -> MemoryReport:
         """See `BlockwiseOptimizer`."""
         rows = []
-        why = self.params.why_float32(self._optimizer.param_groups)
+        why = self.params.why_float32(self.optimizer.param_groups)
         for p, stores in self.all_moments().items():
-            state = self._optimizer.state[p]
+            state = self.optimizer.state[p]
             remark = self.kind_of(p, state).remark
-            rows += self._settings.memory_rows(stores, "param_correction" in state, why, remark)
+            rows += self.settings.memory_rows(stores, "param_correction" in state, why, remark)
         for layout in self.on_disk.values():
-            rows += self._settings.memory_rows(layout.like, layout.correction_numel > 0, why)
+            rows += self.settings.memory_rows(layout.like, layout.correction_numel > 0, why)
         return MemoryReport(tuple(rows), grad_bytes_by_dtype(self.all()))
 
     def save(self, packed: dict[str, Any], in_fp32: bool) -> None:
         """Bring the states in a state dict of torch's to the form that checkpoints carry."""
         infos = self.infos()
-        params = [p for group in self._optimizer.param_groups for p in group["params"]]
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
         for number, p in enumerate(params):  # torch saves one that is there twice by its first
             state = packed["state"].get(number)
             if isinstance(state, dict) and not is_new(state):
@@ -171,13 +169,13 @@ class States:
 
     def adopt(self, states: Mapping[Tensor, Entries]) -> dict[Tensor, Entries]:
         """Return the states of a state dict as kept; check its groups, which are loaded already."""
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             if "capturable" in group:
                 # Only torch's AdamW needs it, for steps that are captured or compiled.
                 group["capturable"] = False
             group.update(plain(group))
-            full = {**self._optimizer.defaults, **group}
-            keywords.check_group(self._algorithm_of(group), type(self._optimizer).__name__, full)
+            full = {**self.optimizer.defaults, **group}
+            keywords.check_group(self.algorithm_of(group), type(self.optimizer).__name__, full)
         self.check_algorithms(states)
         infos = self.infos()
         return {p: self._adopted_with_others(p, s, infos.get(p)) for p, s in states.items()}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes the steps of an optimizer, and caches plans and records between them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from operator import is_, itemgetter
@@ -13,23 +13,21 @@ from torch import Tensor
 from zero8.environment.interrupts import put_off
 from zero8.op import kernel
 from zero8.op.devices import is_capturing, kernel_on
-from zero8.optimizer.batch import Batch, Group, Row
+from zero8.optimizer.batch import Batch, Group, Row, turns_of
 from zero8.optimizer.call import NextStep
 from zero8.optimizer.check import check_class, check_tensors
 from zero8.optimizer.clipping import GradFactor
-from zero8.optimizer.entry import Entry, contents_of, prepared
+from zero8.optimizer.entry import Entry, WeightSums, contents_of, prepared
 from zero8.optimizer.nonfinite import Ledger
 from zero8.optimizer.plan import Plan, planned
-from zero8.optimizer.turns import turns_of
-from zero8.optimizer.weight_sums import WeightSums
+from zero8.optimizer.states import States
 from zero8.spec.algorithm import Algorithm
 from zero8.state.entries import is_new, others_in
 from zero8.state.extent import NEVER_SHARDED, local_grad
 from zero8.state.header import Entries
-from zero8.state.kind import Contents, StateKind
+from zero8.state.kind import Contents
 from zero8.state.memory import counters, unknown_memory
-from zero8.state.params import KnownParams, ParamInfo
-from zero8.state.settings import Settings
+from zero8.state.params import ParamInfo
 from zero8.state.weights import int8_rows, values_of
 from zero8.state.whole import WholeTensor
 
@@ -61,21 +59,13 @@ class Stepper:
         weight_sums: the sums of weights with corrections that steps have left.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        params: KnownParams,
-        kind_of: Callable[[Tensor, Entries], StateKind],
-        algorithm_of: Callable[[Group], Algorithm],
-    ):
+    def __init__(self, states: States):
         """Start without plans; compiles nothing yet."""
         self.counts = Ledger()
         self.factor = GradFactor()
         self.copies: dict[Tensor, Tensor] = {}
         self.weight_sums = WeightSums()
-        self._params, self._kind_of, self._algorithm_of = params, kind_of, algorithm_of
-        self._settings = settings
-        self._codec, self._corrects_bias = settings.codec, settings.bias_correction
+        self._states, self._optimizer = states, states.optimizer
         self._entries: dict[int, Entry] = {}  # by the parameter's id
         # By the first parameter's id: ZeRO-3 steps one sub-group after the other.
         self._plans: dict[int, Plan] = {}
@@ -85,53 +75,43 @@ class Stepper:
         self._entries.clear()
         self._plans.clear()
 
-    def step(self, groups: list[Group], state: MutableMapping[Tensor, Entries]) -> dict[str, int]:
+    def step(self) -> dict[str, int]:
         """Take a step over the parameters that have gradients.
 
         Returns the blocks that steps have left unchanged, by label, of the counts that have
         arrived.  Raises ValueError if a parameter, gradient or state is not supported; nothing has
         changed then.
         """
-        batch = _stepping(groups, state)
+        batch = _stepping(self._optimizer.param_groups, self._optimizer.state)
         if self.factor.meant is not None:
             params = dict.fromkeys(batch.params)  # a parameter may be in a group twice
             self.factor.check([p.grad for p in params if p.grad is not None])
-        self.step_batch(batch, groups, state)
+        self.step_batch(batch)
         return self.counts.take() if self.counts.pending else {}
 
-    def step_one(
-        self,
-        group: Group,
-        p: Tensor,
-        grad: Tensor,
-        groups: list[Group],
-        state: MutableMapping[Tensor, Entries],
-    ) -> None:
-        """Take the step of one parameter of a group with a gradient that it may no longer have."""
-        self.step_batch(Batch.one(group, p, grad, state[p]), groups, state)
+    def step_one(self, p: Tensor, grad: Tensor) -> None:
+        """Take the step of one parameter with a gradient that it may no longer have."""
+        group = self._states.params.group_of(p, self._optimizer.param_groups)
+        self.step_batch(Batch.one(group, p, grad, self._optimizer.state[p]))
 
-    def step_batch(
-        self, batch: Batch, groups: list[Group], state: MutableMapping[Tensor, Entries]
-    ) -> None:
+    def step_batch(self, batch: Batch) -> None:
         """Take a step over a batch, like `step`."""
         if not batch.params:
             self.factor.value = 1.0
             return
-        plan, addresses = self._plan_for(batch, groups, state)
+        plan, addresses = self._plan_for(batch)
         steps, which = self._next_steps(batch)
         with put_off():  # Ctrl-C after the kernel would leave a step that states do not count
             for call in plan.calls:
                 self.counts.pending += call.take(batch, addresses, steps, which, self.copies)
             self.factor.value = 1.0
 
-    def _plan_for(
-        self, batch: Batch, groups: list[Group], state: MutableMapping[Tensor, Entries]
-    ) -> tuple[Plan, np.ndarray]:
+    def _plan_for(self, batch: Batch) -> tuple[Plan, np.ndarray]:
         """Return an earlier step's plan if still valid, else a new one; and the addresses."""
         first = id(batch.params[0])
         plan = self._plans.get(first)
         if plan is None or (addresses := _addresses_if_valid(plan, batch)) is None:
-            entries = self._entries_of(batch, groups, state)
+            entries = self._entries_of(batch)
             keys, _ = _contents(batch, entries, all(one.is_plain for one in entries))
             self._plans[first] = plan = planned(batch, entries, keys)
             addresses = batch.addresses()
@@ -143,23 +123,16 @@ class Stepper:
             )
         return plan, addresses
 
-    def _entries_of(
-        self, batch: Batch, groups: list[Group], state: MutableMapping[Tensor, Entries]
-    ) -> list[Entry]:
+    def _entries_of(self, batch: Batch) -> list[Entry]:
         """Return the entries of a batch; makes those of the parameters that have no valid ones."""
         rows = {id(row.param): row for row in batch.rows()}
         known = self._entries
         unfit = [row for at, row in rows.items() if at not in known or not known[at].is_valid(row)]
         if unfit:
-            self._prepare(unfit, self._params.infos(groups), state)
+            self._prepare(unfit, self._states.infos())
         return [known[id(p)] for p in batch.params]
 
-    def _prepare(
-        self,
-        rows: Sequence[Row],
-        infos: Mapping[Tensor, ParamInfo],
-        state: MutableMapping[Tensor, Entries],
-    ) -> None:
+    def _prepare(self, rows: Sequence[Row], infos: Mapping[Tensor, ParamInfo]) -> None:
         """Make the entries of some parameters, and the states of those that have none."""
         new = [row for row in rows if is_new(row.state)]
         try:
@@ -170,7 +143,7 @@ class Stepper:
                 kernel_on(device)
             for row in rows:
                 p, was_new = row.param, is_new(row.state)
-                kind, before = self._kind_of(p, row.state), self._entries.get(id(p))
+                kind, before = self._states.kind_of(p, row.state), self._entries.get(id(p))
                 entry = prepared(kind, row, infos[p], self.weight_sums)
                 self._entries[id(p)] = entry
                 # Partitions, whose moments move, note what is written into them.
@@ -179,16 +152,16 @@ class Stepper:
                         row.state.update(unknown_memory(kind.algorithm))
         except Exception:  # a failed step must not leave new states behind
             for row in new:
-                others = others_in(row.state, self._algorithm_of(row.group))
+                others = others_in(row.state, self._states.algorithm_of(row.group))
                 row.state.clear()
                 row.state.update(others)
                 if not others:
-                    state.pop(row.param, None)
+                    self._optimizer.state.pop(row.param, None)
             raise
 
     def _check(self, label: str, row: Row) -> None:
         # A parameter that was frozen when the optimizer was made is checked here first.
-        check_class(label, row.param, self._algorithm_of(row.group), self._settings)
+        check_class(label, row.param, self._states.algorithm_of(row.group), self._states.settings)
         is_int8 = int8_rows(row.param) is not None
         check_tensors(label, row.value, row.grad, is_int8=is_int8)
 
@@ -198,7 +171,7 @@ class Stepper:
         which: list[np.ndarray] = []
         states = iter(batch.states)
         for group, count in batch.groups:
-            algorithm, mine = self._algorithm_of(group), list(islice(states, count))
+            algorithm, mine = self._states.algorithm_of(group), list(islice(states, count))
             columns = [list(map(read, mine)) for read in counters(algorithm).values()]
             first = tuple(map(itemgetter(0), columns))
             if set(map(list.count, columns, first)) == {count}:  # as most often
@@ -219,7 +192,7 @@ class Stepper:
         number = int(step) + 1
         after = algorithm.next_memory(number, tuple(map(float, memory)), group)
         entries = dict(zip(counters(algorithm), (number, *after), strict=True))
-        scalars = algorithm.scalars(number, after, group, self._corrects_bias)
+        scalars = algorithm.scalars(number, after, group, self._states.settings.bias_correction)
         if self.factor.value != 1.0:
             scalars = scalars._replace(grad_factor=self.factor.value)
         return NextStep(number, entries, scalars)

@@ -13,22 +13,15 @@ With g the gradient, and every operation rounded once as `zero8.spec.arithmetic`
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from zero8.spec import arithmetic as ieee
-from zero8.spec.algorithm import Algorithm, Group, MomentRule, Remembered
+from zero8.spec.algorithm import Algorithm, Group, MomentRule, Remembered, Scalars
 from zero8.spec.log import settling
-from zero8.spec.options import (
-    SMALLEST_EPS,
-    check_decay_rates,
-    check_eps,
-    check_flag,
-    check_lr,
-    check_not_negative,
-)
+from zero8.spec.options import SMALLEST_EPS
 
 UNKNOWN_HISTORY = 3.4e38
 """Bound on m^2/v for moments of unknown origin."""
@@ -51,56 +44,6 @@ class AdamScalars(NamedTuple):
     settling: float
     grad_factor: float = 1.0
 
-    @classmethod
-    def at(
-        cls,
-        step: int,
-        history: float,
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        decoupled: bool = True,
-        bias_correction: bool = True,
-        maximize: bool = False,
-    ) -> "AdamScalars":
-        """Return the scalars of step number `step` (the first is 1).
-
-        Args:
-            step: the number of steps in the moments, this one included.
-            history: bound on m^2/v after this step, from `next_history`.
-            lr: learning rate.
-            betas: decay rates of the two moments.
-            eps: added to the root of the corrected second moment; 0 stands for `SMALLEST_EPS`.
-            weight_decay: per unit of lr where `decoupled`, else added to the gradient.
-            decoupled: AdamW (True) or Adam with L2 regularization (False).
-            bias_correction: divide the moments by 1 - beta^step.
-            maximize: ascend instead of descend.
-        """
-        beta1, beta2 = betas
-        correction1 = 1 - beta1**step if bias_correction else 1.0
-        correction2 = 1 - beta2**step if bias_correction else 1.0
-        # max_ratio bounds |m| / (sqrt(v)/sqrt(correction2) + eps) for exact moments, so clipping
-        # there only removes rounding errors.  Three roundings to float32 follow, 2^-24 each: of
-        # max_ratio, of step_size and of their product.  2^-22 less keeps |u| under its bound.
-        below = 1 - 2.0**-22
-        exact = cls(
-            beta1=beta1,
-            beta2=beta2,
-            one_minus_beta1=1 - beta1,
-            sqrt_one_minus_beta2=math.sqrt(1 - beta2),
-            inverse_sqrt_correction2=1 / math.sqrt(correction2),
-            eps=max(eps, SMALLEST_EPS),
-            max_ratio=math.sqrt(history * correction2) * below,
-            step_size=lr / correction1,
-            decay=1 - lr * weight_decay if decoupled else 1.0,
-            l2=0.0 if decoupled else weight_decay,
-            grad_sign=-1.0 if maximize else 1.0,
-            settling=settling(beta1),
-        )
-        return cls(*np.array(exact, np.float32).tolist())
-
 
 class Adam(Algorithm):
     """AdamW, or Adam with L2 regularization."""
@@ -122,15 +65,7 @@ class Adam(Algorithm):
         "maximize": False,
         "decoupled_weight_decay": True,
     }
-    keywords = (
-        "lr",
-        "betas",
-        "eps",
-        "weight_decay",
-        "adam_w_mode",
-        "bias_correction",
-        "maximize",
-    )
+    keywords = ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "bias_correction", "maximize")
     fp32_options = {
         "amsgrad": False,
         "foreach": None,
@@ -140,15 +75,6 @@ class Adam(Algorithm):
     }
     scalars_type = AdamScalars
 
-    def check(self, group: Group) -> None:
-        """See `Algorithm`."""
-        check_lr("lr", group["lr"])
-        check_decay_rates("betas", group["betas"], example=(0.9, 0.999))
-        check_eps("eps", group["eps"])
-        check_not_negative("weight_decay", group["weight_decay"])
-        check_flag("maximize", group["maximize"])
-        check_flag("decoupled_weight_decay", group["decoupled_weight_decay"])
-
     def next_memory(self, step: int, memory: tuple[float, ...], group: Group) -> tuple[float, ...]:
         """See `Algorithm`."""
         betas = group["betas"]
@@ -157,18 +83,30 @@ class Adam(Algorithm):
     def scalars(
         self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool
     ) -> AdamScalars:
-        """See `Algorithm`."""
-        return AdamScalars.at(
-            step,
-            memory[0],
-            lr=float(group["lr"]),
-            betas=(float(group["betas"][0]), float(group["betas"][1])),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            decoupled=group["decoupled_weight_decay"],
-            bias_correction=bias_correction,
-            maximize=group["maximize"],
+        """See `Algorithm`; an `eps` of 0 stands for `SMALLEST_EPS`."""
+        lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+        decay, is_decoupled = group["weight_decay"], group["decoupled_weight_decay"]
+        correction1 = 1 - beta1**step if bias_correction else 1.0
+        correction2 = 1 - beta2**step if bias_correction else 1.0
+        # max_ratio bounds |m| / (sqrt(v)/sqrt(correction2) + eps) for exact moments, so clipping
+        # there only removes rounding errors.  Three roundings to float32 follow, 2^-24 each: of
+        # max_ratio, of step_size and of their product.  2^-22 less keeps |u| under its bound.
+        below = 1 - 2.0**-22
+        exact = AdamScalars(
+            beta1=beta1,
+            beta2=beta2,
+            one_minus_beta1=1 - beta1,
+            sqrt_one_minus_beta2=math.sqrt(1 - beta2),
+            inverse_sqrt_correction2=1 / math.sqrt(correction2),
+            eps=max(group["eps"], SMALLEST_EPS),
+            max_ratio=math.sqrt(memory[0] * correction2) * below,
+            step_size=lr / correction1,
+            decay=1 - lr * decay if is_decoupled else 1.0,
+            l2=0.0 if is_decoupled else decay,
+            grad_sign=-1.0 if group["maximize"] else 1.0,
+            settling=settling(beta1),
         )
+        return AdamScalars(*np.array(exact, np.float32).tolist())
 
     def advance(
         self, s: AdamScalars, g: Tensor, moments: Sequence[Tensor]
@@ -186,23 +124,7 @@ class Adam(Algorithm):
         return ieee.fma(-s.step_size, ratio, ieee.mul(s.decay, p))
 
 
-class SecondMomentScalars(Protocol):
-    """The scalars of equations (R3) and (R4), of Adam's or of another algorithm's."""
-
-    @property
-    def sqrt_one_minus_beta2(self) -> float:
-        """The root of the share of a squared gradient in v."""
-
-    @property
-    def inverse_sqrt_correction2(self) -> float:
-        """The correction of the root of v."""
-
-    @property
-    def eps(self) -> float:
-        """What is added to the corrected root."""
-
-
-def second_moment(s: SecondMomentScalars, g: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def second_moment(s: Scalars, g: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return the new second moment and the denominator, equations (R3) and (R4)."""
     h = ieee.mul(s.sqrt_one_minus_beta2, g)
     new = ieee.fma(h, h, v)

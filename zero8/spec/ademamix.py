@@ -31,14 +31,7 @@ from zero8.spec import arithmetic as ieee
 from zero8.spec.adam import UNKNOWN_HISTORY, next_history, second_moment
 from zero8.spec.algorithm import Algorithm, Group, MomentRule, Remembered
 from zero8.spec.log import settling
-from zero8.spec.options import (
-    SMALLEST_EPS,
-    check_decay_rates,
-    check_eps,
-    check_flag,
-    check_lr,
-    check_not_negative,
-)
+from zero8.spec.options import SMALLEST_EPS
 from zero8.spec.shown import shown
 
 
@@ -95,15 +88,7 @@ class Ademamix(Algorithm):
 
     def check(self, group: Group) -> None:
         """See `Algorithm`."""
-        check_lr("lr", group["lr"])
-        check_decay_rates("betas", group["betas"], example=(0.9, 0.999, 0.9999))
-        check_eps("eps", group["eps"])
-        for name in ("alpha", "weight_decay"):
-            check_not_negative(name, group[name])
-        for name in ("t_alpha", "t_beta3"):
-            if group[name] is not None:
-                check_not_negative(name, group[name])
-        check_flag("maximize", group["maximize"])
+        super().check(group)
         betas, warm_up = list(group["betas"]), group["t_beta3"]
         if warm_up and not 0 < betas[0] <= betas[2]:
             raise ValueError(

@@ -2,46 +2,27 @@
 """The contract of an algorithm with states, kernels and optimizers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from zero8.spec.options import check_option
 from zero8.spec.shown import shown
 
 Group = Mapping[str, Any]
 """A parameter group of an optimizer."""
 
+Scalars: TypeAlias = Any
+"""The scalars of one step: a NamedTuple with the fields of csrc/algorithms.h, in its order.
 
-class Scalars(Protocol):
-    """The scalars of one step: a NamedTuple of values computed in double and rounded to float32.
-
-    Kernels see the step count and the hyperparameters only through them, so every kernel and the
-    reference agree bit for bit.
-    """
-
-    @property
-    def l2(self) -> float:
-        """The L2 coefficient: the gradient gains l2 * parameter; 0 where decay is decoupled."""
-
-    @property
-    def grad_sign(self) -> float:
-        """-1.0 to ascend, 1.0 to descend."""
-
-    @property
-    def grad_factor(self) -> float:
-        """What gradients are multiplied by before anything else, such as a clipping factor."""
-
-    def _replace(self, *, grad_factor: float) -> "Scalars":
-        """Return the same with another factor, as NamedTuple does."""
-
-    def __iter__(self) -> Iterator[float]:
-        """Return an iterator of the values, in the order of csrc/algorithms.h."""
-
-    def __hash__(self) -> int:
-        """Scalars are hashable: kernels get equal ones once."""
+Their values are computed in double and rounded to float32.  Kernels see the step count and the
+hyperparameters only through them, so every kernel and the reference agree bit for bit.  All
+algorithms have `l2`, which is 0 where decay is decoupled; `grad_sign`, -1 to ascend; and
+`grad_factor`, by which gradients are multiplied before anything else.
+"""
 
 
 @dataclass(frozen=True)
@@ -125,13 +106,14 @@ class Algorithm(ABC):
         """Return a group of ours as the fp32 optimizer reads it, where a name differs."""
         return dict(group)
 
-    @abstractmethod
     def check(self, group: Group) -> None:
-        """Raise ValueError unless the options of a group are valid; `zero8.spec.options` helps."""
+        """Raise ValueError unless the options of a group are valid."""
+        for name, default in self.options.items():
+            check_option(name, group[name], default)
 
-    @abstractmethod
     def next_memory(self, step: int, memory: tuple[float, ...], group: Group) -> tuple[float, ...]:
         """Return a parameter's remembered numbers after step number `step`."""
+        return memory
 
     @abstractmethod
     def scalars(
@@ -139,21 +121,15 @@ class Algorithm(ABC):
     ) -> Scalars:
         """Return the scalars of step number `step` (the first is 1).
 
-        Args:
-            step: the number of steps in the moments, this one included.
-            memory: the remembered numbers after this step, from `next_memory`.
-            group: the settings of the parameter's group.
-            bias_correction: whether to correct the bias of the moments toward 0.
+        `memory` are the remembered numbers after this step, `bias_correction` says whether to
+        correct the bias of the moments toward 0.
         """
 
     @abstractmethod
     def advance(self, s: Any, g: Tensor, moments: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
         """Return the new moments, and a tensor that `param` takes as `carried`.
 
-        Args:
-            s: the step's scalars.
-            g: (numel,) float32, the gradients.
-            moments: (numel,) float32 each, decoded and multiplied by their decays.
+        All tensors are (numel,) float32; `moments` are decoded and multiplied by their decays.
         """
 
     @abstractmethod

@@ -16,12 +16,7 @@ def check_buffer(
 ) -> Tensor:
     """Return the tensor; raise ValueError unless it is contiguous memory for this many elements.
 
-    Args:
-        name: its name in messages.
-        tensor: the value to check.
-        numel: the expected number of elements.
-        dtypes: the allowed dtypes.
-        device: the expected device; None allows any device that has memory.
+    Without a device any device that has memory is valid.
     """
     tensor = check_entry(name, tensor, numel, dtypes, device)
     if not tensor.is_contiguous():
@@ -38,7 +33,7 @@ def check_entry(
 ) -> Tensor:
     """Return the tensor; raise ValueError unless it has this many elements in memory.
 
-    Any strides are valid.  See `check_buffer` for the arguments.
+    Any strides are valid.
     """
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name}: got {type(tensor).__name__}, expected a tensor")

@@ -44,18 +44,20 @@ from zero8.spec.log import DitheredLogCode, LogCode, SignedLogCode
 from zero8.spec.shown import shown
 
 MomentCode = SignedLogCode | DitheredLogCode | LogCode | DynamicCode | Fp8Code | Linear4Code
+"""A code of moments.
+
+`scales` returns those of blocks, `encode` the codes of flushed float32 values, and `decode` the
+values.  The last two take the scale of each element's block.  `encode` takes the thresholds of
+`zero8.spec.dither.in_blocks`, or None to round to nearest, and in a step the settling of (C2').
+"""
 
 
 @dataclass(frozen=True)
 class Codec:
     """The codes of all kinds of moments, and the number that kernels and files use.
 
-    Attributes:
-        name: in settings.
-        number: in kernels and files.
-        of_signed: of moments that can be negative.
-        of_dithered: of those among them that are dithered; it decodes like `of_signed`.
-        of_unsigned: of moments that cannot be negative.
+    `of_dithered` is of those moments that can be negative and are dithered; it decodes like
+    `of_signed`.
     """
 
     name: str
@@ -121,20 +123,10 @@ def quantize(
     dither: Tensor | None = None,
     settling: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantize a moment block by block.
+    """Return the codes, (numel,) uint8, and the scales of a moment, (numel,) float32 and finite.
 
-    Args:
-        code: the code of this moment.
-        x: (numel,) float32, finite.
-        block: (numel,) int64, the block of each element, ascending from 0.
-        num_blocks: number of blocks.
-        dither: (numel,) int64 of `zero8.spec.dither.in_blocks`, or None to round to nearest.
-        settling: the scalar of (C2'), in a step on a signed moment, which must be able to decay
-            to 0; a small one chooses (C2").
-
-    Returns:
-        codes: (numel,) uint8, each less than 2^code.bits; `zero8.spec.packing` stores them.
-        scales: (num_blocks, *code.scale_shape) float32.
+    `block`, (numel,) int64, is the block of each element, ascending from 0.  Scales are
+    (num_blocks, *code.scale_shape) float32; `zero8.spec.packing` stores codes.
     """
     x = ieee.flush(x)
     scales = code.scales(x, block, num_blocks)
@@ -146,11 +138,5 @@ def quantize(
 def dequantize(
     code: MomentCode, codes: Tensor, scales: Tensor, block: Tensor, gain: float = 1.0
 ) -> Tensor:
-    """Return the decoded moment, times `gain`.
-
-    With the decay rate as gain this is the first term of a moving average.
-
-    Returns:
-        (numel,) float32.
-    """
+    """Return the decoded moment, times `gain`; (numel,) float32."""
     return code.decode(codes, scales[block], gain)

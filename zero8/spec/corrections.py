@@ -36,14 +36,9 @@ def wide_weights(weights: Tensor, correction: Tensor) -> Tensor:
 def drop_stale(
     weights: Tensor, correction: Tensor, sums: Tensor | None, block: Tensor, num_blocks: int
 ) -> None:
-    """Set the corrections to 0, in place, that do not belong to the weights.
+    """Set the corrections to 0, in place, that do not belong to the bfloat16 weights.
 
-    Args:
-        weights: (numel,) bfloat16.
-        correction: (numel,) int8.
-        sums: (num_blocks, 2) int32 that the last step has left, 0 if none has; None without.
-        block: (numel,) int64, the block of each weight.
-        num_blocks: the number of blocks.
+    `sums` are (num_blocks, 2) int32 that the last step has left, 0 if none has; None without.
     """
     are_ours = _are_corrected(weights)
     if sums is not None:
@@ -54,14 +49,7 @@ def drop_stale(
 
 
 def new_sums(weights: Tensor, before: Tensor, block: Tensor, num_blocks: int) -> Tensor:
-    """Return the sums that a step leaves, (num_blocks, 2) int32.
-
-    Args:
-        weights: (numel,) bfloat16, which the step has written.
-        before: those before it.
-        block: (numel,) int64, the block of each weight.
-        num_blocks: the number of blocks.
-    """
+    """Return the sums, (num_blocks, 2) int32, of weights that a step has written; see (K2)."""
     without_zeros = torch.where(_is_zero(before), 0, weights)
     both = [_sums(one, block, num_blocks) for one in (weights, without_zeros)]
     return torch.stack(both, dim=1)

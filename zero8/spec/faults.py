@@ -25,39 +25,23 @@ BlockNumbers = Callable[[int, int], Tensor]
 def fault(code: MomentCode, codes: Tensor, scales: Tensor, block_numbers: BlockNumbers) -> str:
     """Return the fault of a moment in words, "" if it has none.
 
-    Args:
-        code: the code of this moment.
-        codes: (numel,) uint8.
-        scales: (num_blocks, *code.scale_shape) float32.
-        block_numbers: computes the blocks of elements; seldom called.
+    `codes` are (numel,) uint8, `scales` (num_blocks, *code.scale_shape) float32; `block_numbers` is
+    seldom called.
     """
     if not scales.isfinite().all():
         return "a scale that is not finite"
-    if not code.signed and (scales < 0).any():
+    if (not code.signed or isinstance(code, Fp8Code)) and (scales < 0).any():
         return "a negative scale"
     if isinstance(code, LogCode):
         return _fault_of_log(code, codes, scales, block_numbers)
-    if isinstance(code, SignedLogCode):
-        largest = torch.where(scales < 0, code.wide.top, code.narrow.top) * scales
-        if not largest.isfinite().all():
+    if isinstance(code, SignedLogCode | Fp8Code):  # levels of others are at most 1
+        largest = torch.full_like(scales, code.largest, dtype=torch.uint8)
+        if not code.decode(largest, scales, 1.0).isfinite().all():
             return "a scale whose largest code is not finite"
-        least = 1 << code.bits - 1
-        if any((chunk == least).any() for chunk in codes.split(_CHUNK_NUMEL)):
-            return f"a code of -{least}, expected -{least - 1} to {least - 1}"
-    if isinstance(code, Fp8Code):
-        return _fault_of_fp8(code, codes, scales)
-    return ""
-
-
-def _fault_of_fp8(code: Fp8Code, codes: Tensor, scales: Tensor) -> str:
-    if (scales < 0).any():
-        return "a negative scale"
-    if not (code.TOP * scales).isfinite().all():
-        return "a scale whose largest code is not finite"
-    for chunk in codes.split(_CHUNK_NUMEL):
-        magnitude = chunk & 127 if code.signed else chunk
-        if (magnitude > code.MAX).any():
-            return "a code that is NaN" if code.signed else "a code that is NaN or negative"
+        for chunk in codes.split(_CHUNK_NUMEL):
+            counts = torch.bincount(chunk, minlength=256)[list(code.unused)]
+            if counts.any():
+                return f"a code that is NaN or unused: {code.unused[int(counts.argmax())]}"
     return ""
 
 

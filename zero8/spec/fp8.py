@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The codes of `fp8`: 8-bit floats, with one scale per block."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,8 +9,7 @@ import torch
 from torch import Tensor
 
 from zero8.spec import arithmetic as ieee
-from zero8.spec.blocks import block_absmax
-from zero8.spec.levels import decoded
+from zero8.spec.levels import block_absmax, decoded
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,13 @@ class Fp8Code:
     zero_code = 0
 
     TOP = 448.0
-    MAX = 126
+    largest = 126
     """The code of `TOP`."""
+
+    @property
+    def unused(self) -> Sequence[int]:
+        """Codes that are NaN, or negative where a moment cannot be."""
+        return (127, 255) if self.signed else range(127, 256)
 
     @property
     def min_scale(self) -> float:

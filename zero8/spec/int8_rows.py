@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from zero8.spec import dither
-from zero8.spec.arithmetic import flush
+from zero8.spec.arithmetic import SMALLEST_NORMAL, flush
 from zero8.spec.segment import Rounding
 
 LARGEST_CODE = 127
@@ -40,7 +40,6 @@ LARGEST_CODE = 127
 _SIGNIFICANT_BITS = {torch.float32: 16, torch.bfloat16: 8}
 SCALE_DTYPES = tuple(_SIGNIFICANT_BITS)
 _FLOAT32_BITS = 24
-_SMALLEST_NORMAL = 2.0**-126
 _THRESHOLD = 2.0**-16 - 2.0**-32
 
 Kind = tuple[Sequence[int], torch.dtype | None]
@@ -55,32 +54,18 @@ def are_rows(codes: Kind, scales: Kind) -> bool:
 
 
 def decoded(codes: Tensor, scales: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the weights of rows, equation (W1).
-
-    Args:
-        codes: (rows, columns) int8.
-        scales: (rows,) float32 or bfloat16.
-        out: the result, if it is to be in this tensor.
-
-    Returns:
-        (rows, columns) float32.
-    """
+    """Return the weights of rows, equation (W1), float32; in `out` if it is given."""
     return torch.mul(codes, flush(scales.float()).unsqueeze(1), out=out)
 
 
 def new_scales(weights: Tensor, scales: Tensor) -> Tensor:
-    """Return the scales of rows after a step, equation (W2).
-
-    Args:
-        weights: (rows, columns) float32, after the step; with at least one column.
-        scales: (rows,) of one of `SCALE_DTYPES`, before it.
-    """
+    """Return the scales of rows after a step, equation (W2); `scales` are those before it."""
     before, limit = flush(scales.float()), weights.abs().amax(1)
     suffices = ((LARGEST_CODE - 1) * before <= limit) & (limit <= LARGEST_CODE * before)
     # By a tensor: for a number CUDA multiplies by its reciprocal.
     quotient = limit / torch.full_like(limit, LARGEST_CODE)
     raised = _rounded_up(quotient, _SIGNIFICANT_BITS[scales.dtype])
-    raised = torch.where(limit > 0, raised.clamp_(min=_SMALLEST_NORMAL), limit)
+    raised = torch.where(limit > 0, raised.clamp_(min=SMALLEST_NORMAL), limit)
     after = torch.where(suffices, before, raised).to(scales.dtype)
     after[limit.isnan()] = torch.nan  # torch's vector code converts it to another pattern
     return after
@@ -93,16 +78,7 @@ def _rounded_up(x: Tensor, significant_bits: int) -> Tensor:
 
 
 def encoded(weights: Tensor, scales: Tensor, thresholds: Tensor | None) -> Tensor:
-    """Return the codes of rows, equation (W3); the nearest ones without thresholds.
-
-    Args:
-        weights: (rows, columns) float32.
-        scales: (rows,) float32 or bfloat16, from `new_scales`.
-        thresholds: (rows, columns) int32 in 0..65535, from `thresholds`, or None.
-
-    Returns:
-        (rows, columns) int8.
-    """
+    """Return the codes of rows, equation (W3), int8; the nearest ones without thresholds."""
     scales = scales.float().unsqueeze(1)
     x = weights / torch.where((scales > 0) & scales.isfinite(), scales, torch.inf)
     if thresholds is None:
@@ -115,17 +91,10 @@ def encoded(weights: Tensor, scales: Tensor, thresholds: Tensor | None) -> Tenso
 def thresholds(
     rounding: Rounding, phase: int, first: int, shape: Sequence[int], device: torch.device
 ) -> Tensor | None:
-    """Return the thresholds q of whole rows of a parameter, None to round to nearest.
+    """Return the thresholds q of whole rows of a parameter, int32; None to round to nearest.
 
-    Args:
-        rounding: how weights are rounded.
-        phase: the phase of the parameter's dither at this step.
-        first: the index in the parameter of the first row's first element.
-        shape: (rows, columns).
-        device: the device of the result.
-
-    Returns:
-        `shape`, int32 in 0..65535.
+    `first` is the index in the parameter of the first row's first element, `phase` that of the
+    parameter's dither at this step.
     """
     rows, columns = shape
     if rounding == Rounding.NEAREST:

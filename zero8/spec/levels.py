@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codes that are places in a table of levels."""
+"""Codes that are places in a table of levels, and the largest values of blocks."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -10,18 +10,19 @@ import torch
 from torch import Tensor
 
 from zero8.spec import arithmetic as ieee
-from zero8.spec.blocks import block_absmax
+
+SATURATION = 2.0**126
+"""Larger magnitudes are stored as this: beyond it the reciprocal of a scale is subnormal."""
+
+
+def block_absmax(x: Tensor, block: Tensor, num_blocks: int) -> Tensor:
+    """Return the largest |x| of each block, at most 2^126; shape (num_blocks,) float32."""
+    magnitude = ieee.flush(x).abs().clamp(max=SATURATION)
+    return magnitude.new_zeros(num_blocks).scatter_reduce(0, block, magnitude, "amax")
 
 
 def decoded(levels: Tensor, codes: Tensor, scale: Tensor, gain: float) -> Tensor:
-    """Return level(code) * (scale * gain), equation (C1), of each element; float32.
-
-    Args:
-        levels: (2^bits,) float32, on any device.
-        codes: (numel,) uint8.
-        scale: (numel,) float32, that of each element's block.
-        gain: what the values are multiplied by.
-    """
+    """Return level(code) * (scale * gain), equation (C1), of each element; float32."""
     return ieee.mul(levels.to(codes.device)[codes.to(torch.int64)], ieee.mul(scale, gain))
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from zero8.spec import arithmetic as ieee
 from zero8.spec.algorithm import Algorithm, Group, MomentRule
-from zero8.spec.options import check_decay_rates, check_flag, check_lr, check_not_negative
 
 
 class LionScalars(NamedTuple):
@@ -44,20 +43,9 @@ class Lion(Algorithm):
     fp32_name = "an fp32 Lion"
     moments = (MomentRule("lion", "exp_avg", is_signed=True),)
     options = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False}
-    keywords = ("lr", "betas", "weight_decay", "maximize")
+    keywords = tuple(options)
     step_if_unknown = 0
     scalars_type = LionScalars
-
-    def check(self, group: Group) -> None:
-        """See `Algorithm`."""
-        check_lr("lr", group["lr"])
-        check_decay_rates("betas", group["betas"], example=(0.9, 0.99))
-        check_not_negative("weight_decay", group["weight_decay"])
-        check_flag("maximize", group["maximize"])
-
-    def next_memory(self, step: int, memory: tuple[float, ...], group: Group) -> tuple[float, ...]:
-        """See `Algorithm`; Lion remembers no numbers."""
-        return memory
 
     def scalars(
         self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool

@@ -5,6 +5,7 @@ The pattern of a positive float, read as an integer, is a piecewise linear logar
 2^23 units to an octave.  No code needs a table, a logarithm or an exponential.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -12,10 +13,17 @@ import torch
 from torch import Tensor
 
 from zero8.spec import arithmetic as ieee
-from zero8.spec.blocks import block_absmax, place_in_block
+from zero8.spec.levels import block_absmax
 
 ONE_BITS = 0x3F800000
 """Bit pattern of 1.0, from which the levels of first moments count."""
+
+
+def place_in_block(block: Tensor, num_blocks: int) -> Tensor:
+    """Return how many elements of its block lie before each element, (numel,) int64."""
+    index = torch.arange(block.numel(), device=block.device)
+    first = torch.full((num_blocks,), block.numel(), device=block.device)
+    return index - first.scatter_reduce(0, block, index, "amin")[block]
 
 
 @lru_cache
@@ -57,9 +65,7 @@ class Octaves:
     every q.  A moment that moves by less than 2^-15 of a cell in a step, which is beta above
     0.99997 at level 1, can stop.
 
-    Attributes:
-        mantissa_bits: the logarithm of the number of levels in an octave.
-        largest: the largest k, 127 for codes of 8 bits.
+    `largest` is the largest k, 127 for codes of 8 bits.
     """
 
     mantissa_bits: int
@@ -155,9 +161,6 @@ class SignedLogCode:
     so values that one set alone holds exactly keep that one (`kept`).
 
     Error: that of the chosen levels.
-
-    Attributes:
-        bits: of a code, 8 or 6.
     """
 
     bits: int = 8
@@ -169,15 +172,25 @@ class SignedLogCode:
     MIN_SCALE = 2.0**-100
     SAMPLE, SAMPLE_OF = 32, 128
 
+    @property
+    def largest(self) -> int:
+        """The largest code."""
+        return (1 << self.bits - 1) - 1
+
+    @property
+    def unused(self) -> Sequence[int]:
+        """The code that would be less than -largest."""
+        return (self.largest + 1,)
+
     @cached_property
     def narrow(self) -> Octaves:
         """The levels of 4 octaves."""
-        return Octaves(self.bits - 3, 2 ** (self.bits - 1) - 1)
+        return Octaves(self.bits - 3, self.largest)
 
     @cached_property
     def wide(self) -> Octaves:
         """The levels of 8 octaves."""
-        return Octaves(self.bits - 4, 2 ** (self.bits - 1) - 1)
+        return Octaves(self.bits - 4, self.largest)
 
     @property
     def joint(self) -> int:
@@ -198,10 +211,7 @@ class SignedLogCode:
     def kept(self, x: Tensor, scales: Tensor, block: Tensor) -> Tensor:
         """Return scales of values that no step made: of the levels that alone hold a block exactly.
 
-        Args:
-            x: float32, already flushed.
-            scales: those of (C9).
-            block: as for `scales`.
+        `scales` are those of (C9).
         """
         absmax = block_absmax(x, block, len(scales))
         narrow, wide = self.narrow.scales(absmax), self.wide.scales(absmax)
@@ -226,14 +236,7 @@ class SignedLogCode:
     def encode(
         self, x: Tensor, scale: Tensor, dither: Tensor | None, settling: float | None = None
     ) -> Tensor:
-        """Return the code of each element, equation (C2), in steps (C2') or (C2"); uint8.
-
-        Args:
-            x: float32, already flushed.
-            scale: float32, the scale of each element's block.
-            dither: as for `DitheredLogCode`, for (C2").
-            settling: the scalar of (C2') in a step, else None.
-        """
+        """Return the code of each element, equation (C2), in steps (C2') or (C2"); uint8."""
         is_dithered = settling is not None and settling < self.narrow.least_settling
         how = (None, dither) if is_dithered else (settling, None)
         narrow, wide = (q.magnitudes(x, scale.abs(), *how) for q in (self.narrow, self.wide))
@@ -261,14 +264,7 @@ class DitheredLogCode(SignedLogCode):
     def encode(
         self, x: Tensor, scale: Tensor, dither: Tensor | None, settling: float | None = None
     ) -> Tensor:
-        """Return the code of each element, equation (C2") in steps and (C2) without dither; uint8.
-
-        Args:
-            x: float32, already flushed.
-            scale: float32, the scale of each element's block.
-            dither: unsigned 16-bit values of `zero8.spec.dither` in int64, or None for nearest.
-            settling: not used.
-        """
+        """Return the code of each element, (C2") in steps and (C2) without dither; uint8."""
         return self._signed(self.narrow.magnitudes(x, scale, None, dither), x)
 
 
@@ -337,10 +333,7 @@ class LogCode:
         return step
 
     def scales(self, x: Tensor, block: Tensor, num_blocks: int) -> Tensor:
-        """Return (high, step) of each block, equation (C8), 0 for a block of zeros.
-
-        Shape (num_blocks, 2) float32.
-        """
+        """Return (high, step) of each block, equation (C8); 0 for a block of zeros."""
         bits = x.view(torch.int32).to(torch.int64)
         high = bits.new_zeros(num_blocks).scatter_reduce(0, block, bits, "amax")
         nonzero = torch.where(x > 0, bits, 2**31)
@@ -360,14 +353,7 @@ class LogCode:
     def encode(
         self, x: Tensor, scale: Tensor, dither: Tensor | None, settling: float | None = None
     ) -> Tensor:
-        """Return the code of each element, equation (C8); uint8.
-
-        Args:
-            x: float32, already flushed, not negative.
-            scale: (numel, 2) float32, the scales of each element's block.
-            dither: unsigned 16-bit values of `zero8.spec.dither` in int64, or None for nearest.
-            settling: not used.
-        """
+        """Return the code of each element, equation (C8), uint8; ignores settling."""
         # The int64 temporaries, of 8 bytes per element, are freed before fma allocates more.
         threshold = 0.5 if dither is None else ((dither & ~31 | 16) / 65536).to(torch.float32)
         step = scale[..., 1]

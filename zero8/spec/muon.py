@@ -24,12 +24,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from zero8.spec.algorithm import Algorithm, Group, MomentRule
 from zero8.spec.newton_schulz import COEFFICIENTS
-from zero8.spec.options import check_flag, check_lr, check_not_negative
-from zero8.spec.sgd import SGD, SgdScalars
+from zero8.spec.sgd import SGD, Sgd, SgdScalars
 from zero8.spec.shown import shown
 
 
@@ -47,8 +45,11 @@ MAX_STEPS = 99
 """The most Newton-Schulz steps, as in torch."""
 
 
-class Muon(Algorithm):
-    """Muon with Nesterov's momentum or without, and decoupled weight decay."""
+class Muon(Sgd):
+    """Muon with Nesterov's momentum or without, and decoupled weight decay.
+
+    `advance` returns u of (O2), and `param` takes O in its place.
+    """
 
     name = "muon"
     number = 5
@@ -69,7 +70,7 @@ class Muon(Algorithm):
     }
     keywords = (*options, "betas", "eps", "adam_params", "muon_lr", "adam_lr")
     no_effect_keys = ("ns_method",)  # DeepSpeed's: two ways of computing (N1)
-    step_if_unknown = 1  # torch's states do not say theirs; they have taken one at least
+    fp32_options = {}
     scalars_type = MuonScalars
     is_of_matrices = True
 
@@ -85,19 +86,13 @@ class Muon(Algorithm):
 
     def check(self, group: Group) -> None:
         """See `Algorithm`."""
-        check_lr("lr", group["lr"])
-        for name in ("weight_decay", "ns_eps"):
-            check_not_negative(name, group[name])
+        super().check(group)
         if group["ns_eps"] < LEAST_EPS:
             raise ValueError(
                 f"ns_eps: got {shown(group['ns_eps'])}, expected at least {LEAST_EPS:.1e}, so that "
                 "matrices of zeros stay zeros"
             )
-        for name in ("nesterov", "maximize"):
-            check_flag(name, group[name])
-        momentum, steps = group["momentum"], group["ns_steps"]
-        if not isinstance(momentum, int | float) or not 0 < momentum < 1:
-            raise ValueError(f"momentum: got {shown(momentum)}, expected a number above 0, below 1")
+        steps = group["ns_steps"]
         if type(steps) is not int or not 1 <= steps <= MAX_STEPS:
             raise ValueError(
                 f"ns_steps: got {shown(steps)}, expected an integer from 1 to {MAX_STEPS}"
@@ -111,10 +106,6 @@ class Muon(Algorithm):
         for name, valid in (("adjust_lr_fn", RATIOS), ("ns_dtype", PRECISIONS)):
             if group[name] not in valid:
                 raise ValueError(f"{name}: got {shown(group[name])}, expected one of {list(valid)}")
-
-    def next_memory(self, step: int, memory: tuple[float, ...], group: Group) -> tuple[float, ...]:
-        """See `Algorithm`; Muon remembers no numbers."""
-        return memory
 
     def scalars(
         self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool
@@ -133,18 +124,6 @@ class Muon(Algorithm):
         )
         return MuonScalars(*np.array(exact, np.float32).tolist())
 
-    def advance(
-        self, s: MuonScalars, g: Tensor, moments: Sequence[Tensor]
-    ) -> tuple[list[Tensor], Tensor]:
-        """See `Algorithm`; the carried tensor is u of (O2)."""
-        return SGD.advance(s, g, moments)
-
-    def param(
-        self, s: MuonScalars, p: Tensor, moments: Sequence[Tensor], carried: Tensor
-    ) -> Tensor:
-        """Return (O4), where `carried` is O; see `Algorithm`."""
-        return SGD.param(s, p, moments, carried)
-
 
 def matrices_of(shape: Sequence[int]) -> tuple[int, int, int]:
     """Return how many matrices a parameter has, and their rows and columns.
@@ -160,12 +139,9 @@ def matrices_of(shape: Sequence[int]) -> tuple[int, int, int]:
 def ranges_by_matrix(
     shape: Sequence[int], first: int, numel: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield (number of a matrix, first element in it, numel) for consecutive elements.
+    """Yield (number of a matrix, first element in it, numel) for elements of a parameter.
 
-    Args:
-        shape: the whole parameter's.
-        first: the first element in the parameter.
-        numel: the number of elements.
+    `shape` is the whole parameter's; the elements are `numel` from `first` on.
     """
     _, rows, columns = matrices_of(shape)
     end = first + numel

@@ -29,16 +29,10 @@ def orthogonalized(
     steps: int = 5,
     eps: float = 1e-7,
 ) -> Tensor:
-    """Return the orthogonalized matrices; (N1).
+    """Return orthogonalized matrices, by (N1) in their dtype; (matrices, rows, columns).
 
-    Args:
-        matrices: (matrices, rows, columns) float32 or bfloat16, the dtype of the computation.
-        coefficients: a, b, c.
-        steps: the number of steps.
-        eps: the least norm that matrices are divided by.
-
-    Returns:
-        The same shape and dtype; a matrix with a norm that is not finite is NaN throughout.
+    `coefficients` are a, b, c, `eps` the least norm that matrices are divided by.  A matrix with a
+    norm that is not finite is NaN throughout.
     """
     a, b, c = coefficients
     is_tall = matrices.shape[-2] > matrices.shape[-1]

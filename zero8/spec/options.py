@@ -45,6 +45,25 @@ def _plain_number(one: object) -> object:
     return float(one) if isinstance(one, Real) else one
 
 
+def check_option(name: str, value: Any, default: object) -> None:
+    """Raise ValueError unless the value of a group's option is one that its default suggests.
+
+    Options whose default is text, a whole number or another sequence have rules of their own.
+    """
+    if name == "lr":
+        check_lr(name, value)
+    elif name == "betas" and isinstance(default, tuple):
+        _check_decay_rates(name, value, example=default)
+    elif isinstance(default, bool):
+        check_flag(name, value)
+    elif isinstance(default, float) or (default is None and value is not None):
+        check_not_negative(name, value)
+    if name == "eps" and 0 < value < SMALLEST_EPS:
+        raise ValueError(
+            f"{name}: got {shown(value)}, expected 0 or at least {SMALLEST_EPS} (2^-126)"
+        )
+
+
 def check_flag(name: str, value: object) -> bool:
     """Return a bool, or raise ValueError."""
     if not isinstance(value, bool):
@@ -75,7 +94,7 @@ def check_lr(name: str, lr: object) -> None:
     check_not_negative(name, lr)
 
 
-def check_decay_rates(name: str, rates: object, example: Sequence[float]) -> None:
+def _check_decay_rates(name: str, rates: object, example: Sequence[float]) -> None:
     """Raise ValueError unless there are as many decay rates in [0, 1) as in the example."""
     if not isinstance(rates, Sequence) or isinstance(rates, str) or len(rates) != len(example):
         raise ValueError(
@@ -86,15 +105,6 @@ def check_decay_rates(name: str, rates: object, example: Sequence[float]) -> Non
         check_not_negative(name, rate)
         if rate >= 1.0:
             raise ValueError(f"{name}: got {shown(rate)}, expected numbers below 1")
-
-
-def check_eps(name: str, eps: Any) -> None:
-    """Raise ValueError unless eps is 0 or a normal float."""
-    check_not_negative(name, eps)
-    if 0 < eps < SMALLEST_EPS:
-        raise ValueError(
-            f"{name}: got {shown(eps)}, expected 0 or at least {SMALLEST_EPS} (2^-126)"
-        )
 
 
 _COUNTS = {2: "two", 3: "three"}

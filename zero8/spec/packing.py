@@ -14,16 +14,10 @@ from zero8.spec.grid import UNITS, BlockGrid
 
 
 def packed(codes: Tensor, grid: BlockGrid, first: int, bits: int) -> Tensor:
-    """Return the bytes that hold codes.
+    """Return the bytes that hold codes, (numel,) uint8, each less than 2^bits.
 
-    Args:
-        codes: (numel,) uint8, each less than 2^bits.
-        grid: the parameter's.
-        first: the index in the parameter of the first element.
-        bits: of a code, one of `UNITS`.
-
-    Returns:
-        (grid.num_bytes(first, numel, bits),) uint8; the argument itself if codes are bytes.
+    `first` is the index in the parameter of the first element.  Codes of 8 bits are returned
+    themselves.
     """
     if bits == 8:
         return codes

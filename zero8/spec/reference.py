@@ -173,10 +173,6 @@ def stochastic_bfloat16(x: Tensor, threshold: Tensor) -> Tensor:
 
     Over thresholds uniform in 0..65535 the mean is x exactly; a value that bfloat16 holds never
     moves, and a finite value never becomes infinite (it is truncated instead).
-
-    Args:
-        x: (numel,) float32.
-        threshold: (numel,) int64 in 0..65535.
     """
     bits = x.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     rounded = ((bits + threshold) >> 16) & 0xFFFF
@@ -187,17 +183,10 @@ def stochastic_bfloat16(x: Tensor, threshold: Tensor) -> Tensor:
 
 
 def corrected_bfloat16(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round to 24 bits, half up in magnitude, as the nearest bfloat16 and a signed remainder.
+    """Round to 24 bits, half up in magnitude, as the nearest bfloat16 and a signed int8 remainder.
 
     x = float_from_bits((param << 16) + (correction << 8)), within 2^-17 of its magnitude.  Where
     the nearest bfloat16 of a finite x is infinite, both parts are the largest finite ones.
-
-    Args:
-        x: (numel,) float32.
-
-    Returns:
-        param: (numel,) bfloat16.
-        correction: (numel,) int8.
     """
     bits = x.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     wide = (bits + 128) >> 8

@@ -24,9 +24,8 @@ class Moment:
     """One moment of one segment: codes and block scales, or plain float32 values.
 
     Attributes:
-        values: uint8 codes as `zero8.spec.packing` stores them, or (numel,) float32 values;
-            contiguous.
-        scales: (blocks touched, *code.scale_shape) float32, contiguous; None for float32 values.
+        values: uint8 codes as `zero8.spec.packing` stores them, or (numel,) float32 values.
+        scales: (blocks touched, *code.scale_shape) float32; None for float32 values.
         phase: the phase of its dither (`zero8.spec.dither`).
     """
 
@@ -39,29 +38,30 @@ class Moment:
 class Segment:
     """Elements `first .. first + numel - 1` of a parameter, with their gradient and moments.
 
+    All tensors are contiguous, and all but the gradient are updated in place.
+
     Attributes:
-        param: (numel,) float32, bfloat16, or int8 codes of whole rows, contiguous, updated in
-            place.
-        grad: (numel,) float32 or bfloat16, or float16 unless the parameter is bfloat16, contiguous.
+        param: (numel,) float32, bfloat16, or int8 codes of whole rows.
+        grad: (numel,) float32 or bfloat16, or float16 unless the parameter is bfloat16.
         algorithm: the algorithm of the step.
         moments: the algorithm's moments, in its order.
         codec: the codec of the moments; None for float32 moments.
         grid: the parameter's block grid; for float32 moments, one row cut into blocks, which then
             only limit the effect of a non-finite gradient.
         first: index in the parameter of the segment's first element.
-        scalars: this step's scalars.
+        scalars: this step's scalars; kernels get them apart from the segments.
         param_phase: the phase of the dither of the parameter's rounding.
         rounding: how a bfloat16 or INT8 parameter is rounded; float32 parameters ignore it.
-        correction: (numel,) int8, contiguous, updated in place: the 8 bits below those of a
-            bfloat16 parameter, or None.  With it the parameter is rounded to 24 bits, to nearest.
-        weight_sums: (blocks touched, 2) int32, contiguous, updated in place: the sums of the
-            weights by which a step finds corrections that belong to others
-            (`zero8.spec.corrections`), 0 before the first step.  None without: then all belong.
-        copy: (numel,) bfloat16 or float16, contiguous: receives the float32 parameter rounded to
-            nearest, also where the step leaves it unchanged, or of bfloat16 the bfloat16 parameter
-            as it is; None without.  On the CPU.
-        row_scales: (rows,) float32 or bfloat16, contiguous, updated in place: the scales of INT8
-            weights (`zero8.spec.int8_rows`), None of others.  On the CPU.
+        correction: (numel,) int8, the 8 bits below those of a bfloat16 parameter, or None.  With it
+            the parameter is rounded to 24 bits, to nearest.
+        weight_sums: (blocks touched, 2) int32, the sums of the weights by which a step finds
+            corrections that belong to others (`zero8.spec.corrections`), 0 before the first step.
+            None without: then all belong.
+        copy: (numel,) bfloat16 or float16, receives the float32 parameter rounded to nearest, also
+            where the step leaves it unchanged, or of bfloat16 the bfloat16 parameter as it is; None
+            without.  On the CPU.
+        row_scales: (rows,) float32 or bfloat16, the scales of INT8 weights
+            (`zero8.spec.int8_rows`), None of others.  On the CPU.
     """
 
     param: Tensor
@@ -71,9 +71,9 @@ class Segment:
     codec: Codec | None
     grid: BlockGrid
     first: int
-    scalars: Scalars
-    param_phase: int
     rounding: Rounding
+    scalars: Scalars = None
+    param_phase: int = 0
     correction: Tensor | None = None
     weight_sums: Tensor | None = None
     copy: Tensor | None = None

@@ -12,15 +12,14 @@ gradient, and every operation rounded once as `zero8.spec.arithmetic` says:
 The first step has no dampening, as in torch: m' = g.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from zero8.spec import arithmetic as ieee
 from zero8.spec.algorithm import Algorithm, Group, MomentRule
-from zero8.spec.options import check_flag, check_lr, check_not_negative
 from zero8.spec.shown import shown
 
 
@@ -57,21 +56,17 @@ class Sgd(Algorithm):
     }
     keywords = tuple(options)
     step_if_unknown = 1  # torch's states do not say theirs; they have taken one at least
-    fp32_options = {"foreach": None, "differentiable": False, "fused": None}
+    fp32_options: Mapping[str, Any] = {"foreach": None, "differentiable": False, "fused": None}
     scalars_type = SgdScalars
 
     def check(self, group: Group) -> None:
         """See `Algorithm`."""
-        check_lr("lr", group["lr"])
-        for name in ("momentum", "dampening", "weight_decay"):
-            check_not_negative(name, group[name])
-        for name in ("nesterov", "maximize", "decoupled_weight_decay"):
-            check_flag(name, group[name])
-        momentum, dampening = group["momentum"], group["dampening"]
+        super().check(group)
+        momentum, dampening = group["momentum"], group.get("dampening", 0.0)
         if not 0 < momentum < 1:
             raise ValueError(
                 f"momentum: got {shown(momentum)}, expected a number above 0 and below 1; "
-                "without momentum SGD has no states: use torch.optim.SGD"
+                f"without momentum {self.class_name} has no states: use torch.optim.SGD"
             )
         if dampening > 1:
             raise ValueError(f"dampening: got {shown(dampening)}, expected at most 1")
@@ -79,10 +74,6 @@ class Sgd(Algorithm):
             raise ValueError(
                 f"nesterov: got true with a dampening of {shown(dampening)}, expected 0 beside it"
             )
-
-    def next_memory(self, step: int, memory: tuple[float, ...], group: Group) -> tuple[float, ...]:
-        """See `Algorithm`; SGD remembers no numbers."""
-        return memory
 
     def scalars(
         self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool

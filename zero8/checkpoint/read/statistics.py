@@ -98,7 +98,9 @@ def order_of_codes(code: MomentCode) -> Tensor:
     if isinstance(code, SignedLogCode):  # -128, or -32 of 6 bits, is invalid
         codes = codes[codes != 1 << code.bits - 1]
     if isinstance(code, Fp8Code):  # 127 is NaN, 128 is -0
-        codes = codes[(codes & 127 <= code.MAX) & (codes != 128) & (code.signed | (codes < 128))]
+        codes = codes[
+            (codes & 127 <= code.largest) & (codes != 128) & (code.signed | (codes < 128))
+        ]
     scale = torch.ones((len(codes), *code.scale_shape), dtype=torch.float32, device="cpu")
     if code.scale_shape:  # v in `log`: the largest value, and the width of a code
         scale[:, 1] = 2.0**20
