@@ -158,7 +158,7 @@ def use(engine):
 
 def second_job(nvme_path):
     """Return what another process is told that wants to swap to this rank's folder."""
-    program = "import sys; from zero8.deepspeed import swap_lock; swap_lock.take(sys.argv[1])"
+    program = "import sys; from zero8.deepspeed import swap_io; swap_io.lock(sys.argv[1])"
     (folder,) = Path(nvme_path).glob("**/optimizer/rank0")
     command = [sys.executable, "-c", program, str(folder)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120).stderr

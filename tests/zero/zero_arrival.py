@@ -272,7 +272,7 @@ def file_with(data, text, change):
         raw = buffer.view(-1).view(torch.uint8)
         memory[offset : offset + len(raw)] = raw
         offset += swap_file.aligned(len(raw), swap_file.TENSOR_ALIGNMENT_BYTES)
-    header = SwapHeader.parsed(bytes(data[:HEADER_BYTES].numpy()), "file")
+    header = SwapHeader.of(data)
     header = header._replace(checksum=0, description_bytes=len(text), end=offset)
     swap_file._put(memory, 0, header.packed())
     swap_file._put(memory, HEADER_BYTES, text)
@@ -299,7 +299,7 @@ DISK = {
     "another codec": (
         lambda d: [one.update(codec=1) for one in d["moments"]], "file is damaged|cut short"
     ),
-    "twins of two codecs": (lambda d: d["moments"][0].update(codec=1), None),
+    "twins of two codecs": (lambda d: d["moments"][0].update(codec=1), "description is damaged"),
     "moments exchanged": (lambda d: d["moments"].reverse(), "description is damaged"),
 }  # fmt: skip
 
@@ -313,21 +313,13 @@ def test_zero3_nvme_file_that_was_crafted_is_fitted_or_refused(tower, name):
     path = swapper.state_path(p)
     with open(path, "rb") as file:
         data = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
-    header = SwapHeader.parsed(bytes(data[:HEADER_BYTES].numpy()), path)
+    header = SwapHeader.of(data)
     text = bytes(data[HEADER_BYTES : HEADER_BYTES + header.description_bytes].numpy())
     crafted = file_with(data, text, change)
     swapper.expect_other_files()  # as if a checkpoint had brought it
     try:
         with open(path, "wb") as file:
             file.write(crafted.numpy().tobytes())
-        if message is None:
-            with swapped_in(zero, 0):
-                assert all(
-                    isinstance(base_optimizer(tower).state[p][which], MomentTensor)
-                    for which in MOMENTS
-                )
-                base_optimizer(tower).moments(p)
-            return
         with pytest.raises(ValueError, match=message), swapped_in(zero, 0):
             pass
         zero._release_swap_buffers(0)

@@ -147,16 +147,12 @@ class FlatPartition(StateKind):
         if same_blocks and saved.codec == codec:
             return replace(saved.clone(), table=wanted)
         if rule == self.settings.algorithm.moments[0]:
-            self.note_forms(saved, table)
+            for ours, theirs in pairs:
+                kept = codec, ours.block_size
+                tell_of_reencoding((saved.codec, theirs.block_size), kept)
         store = MomentStore.zeros(codec, rule, wanted)
         store.write(0, saved.read(0, table.numel))
         return store
-
-    def note_forms(self, saved: MomentStore, table: PieceTable) -> None:
-        """Tell of moments that are re-encoded on loading, by a partition's first moment there."""
-        for ours, theirs in zip(table.pieces, saved.table.pieces, strict=True):
-            kept = self.settings.codec, ours.block_size
-            tell_of_reencoding((saved.codec, theirs.block_size), kept)
 
     def contents(self, state: dict) -> Contents:
         """See `StateKind`."""

@@ -15,8 +15,8 @@ from torch import distributed
 
 from zero8.deepspeed.layout import is_part, loads_states, reads
 from zero8.deepspeed.parameters import compared
-from zero8.deepspeed.replaced import replaced
 from zero8.deepspeed.save import reason_not_covered, tell_not_covered
+from zero8.deepspeed.seam import replaced
 from zero8.deepspeed.settings import SECTION, CheckpointSettings
 from zero8.environment.agree import from_rank_0, gathered, raise_together
 from zero8.files import tags

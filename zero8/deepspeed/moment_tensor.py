@@ -81,19 +81,15 @@ class MomentTensor(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The moment itself, as any live view; values assigned to that of a shard are encoded."""
+        """The moment itself, as any live view; values assigned to it are encoded."""
         return self.detach()
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        if not self.is_whole:
-            raise NotImplementedError(
-                "got data for a part of an 8-bit moment; use moment.copy_(values) to write it"
-            )
-        if (values.shape, values.device) != (self.shape, self.device):
+        if values.shape != self.shape:
             raise ValueError(
-                f"got data of shape {tuple(values.shape)} on {values.device} for an 8-bit moment, "
-                f"expected {tuple(self.shape)} on {self.device}"
+                f"got data of shape {tuple(values.shape)} for an 8-bit moment of {self.numel()} "
+                "elements"
             )
         self.copy_(values)
 
@@ -334,14 +330,6 @@ def _record_stream(x: MomentTensor, stream) -> None:
         buffer.record_stream(stream)
 
 
-def _is_pinned(x: MomentTensor, device=None) -> bool:
-    return x.store.codes.is_pinned()
-
-
-def _pin(x: MomentTensor, device=None) -> MomentTensor:
-    return MomentTensor(x.store.pinned(), dtype=x.dtype)
-
-
 _SERVED = {
     aten.detach.default: _same,
     aten.alias.default: _same,
@@ -355,6 +343,4 @@ _SERVED = {
     aten.zero_.default: _zero,
     aten._to_copy.default: _to_copy,
     aten.record_stream.default: _record_stream,
-    aten.is_pinned.default: _is_pinned,
-    aten._pin_memory.default: _pin,
 }

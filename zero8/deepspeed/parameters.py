@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from zero8.deepspeed.layout import loads_states
-from zero8.deepspeed.replaced import replaced
+from zero8.deepspeed.seam import replaced
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Of the parameters of a group, by name, in their order."""

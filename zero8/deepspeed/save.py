@@ -17,7 +17,7 @@ from pathlib import Path
 from torch import distributed
 
 from zero8.deepspeed.layout import is_part, swap_folder
-from zero8.deepspeed.replaced import replaced
+from zero8.deepspeed.seam import replaced
 from zero8.deepspeed.settings import CheckpointSettings
 from zero8.environment.agree import from_rank_0, gathered
 from zero8.files import tags

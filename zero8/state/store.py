@@ -140,10 +140,6 @@ class MomentStore:
         moved = self._with(lambda t: t.to(device, non_blocking=non_blocking, copy=copy))
         return self if moved.codes is self.codes else moved
 
-    def pinned(self) -> "MomentStore":
-        """Return a copy in page-locked host memory."""
-        return self._with(Tensor.pin_memory)
-
     def clone(self) -> "MomentStore":
         """Return a store with copies of the buffers."""
         return self._with(Tensor.clone)
