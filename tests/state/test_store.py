@@ -239,47 +239,6 @@ def test_write_to_padding_is_ignored_and_padding_reads_zero():
     assert all(torch.equal(a, b) for a, b in zip(buffers(store), before, strict=True))
 
 
-def test_moment_of_a_piece_is_live():
-    store = mixed_store()
-    dense, whole = store.piece(1), store.piece(2)
-    dense.values.fill_(3.0)
-    assert dense.scales is None
-    assert store.read(402, 7).eq(3).all()
-    whole.scales.mul_(2.0)
-    expected = store.read(411, 192)
-    whole.scales.div_(2.0)
-    assert torch.equal(store.read(411, 192) * 2, expected)
-    assert whole.values.untyped_storage().data_ptr() == store.codes.untyped_storage().data_ptr()
-
-
-@pytest.mark.parametrize("name", ["clone", "to with copy"])
-def test_copy_has_buffers_of_its_own(name):
-    store = mixed_store()
-    copy = store.clone() if name == "clone" else store.to("cpu", copy=True)
-    assert all(torch.equal(a, b) for a, b in zip(buffers(copy), buffers(store), strict=True))
-    copy.write(0, torch.zeros(605))
-    assert store.read(0, 605).abs().max() > 0
-    assert copy.read(0, 605).eq(0).all()
-
-
-def test_to_where_it_is_returns_the_store_itself():
-    store = mixed_store()
-    assert store.to("cpu") is store
-
-
-def test_state_with_rows_of_256_takes_two_codes_and_the_scales():
-    """Two codes and, per 256 elements, one scale for m and one (log: two) for v."""
-    table = PieceTable((Piece(0, 64 * 256, 0, (64, 256), 1, 256, "p"),), 64 * 256)
-    for name, codec in CODECS.items():
-        stores = [
-            MomentStore.zeros(codec, ADAM.moment(which), table)
-            for which in ("exp_avg", "exp_avg_sq")
-        ]
-        scales = 1 + SCALES.get((name, "exp_avg_sq"), 1)
-        codes = codec.bits_of(ADAM.moments) / 4
-        assert sum(store.nbytes for store in stores) / table.numel == codes + 4 * scales / 256
-
-
 # --- Chunks --------------------------------------------------------------------------------------
 
 

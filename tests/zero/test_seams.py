@@ -4,26 +4,22 @@
 import importlib
 import inspect
 import warnings
-from functools import partial
-from types import SimpleNamespace
 
 import deepspeed
 import pytest
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.runtime import base_optimizer as zero_base
 from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
 from deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper import PipelinedOptimizerSwapper
-from deepspeed.runtime.zero import stage3, stage_1_and_2, utils
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero import stage_1_and_2, utils
 from nests import difference
 from ranks import error_of, run_ranks
 from zero_worker import Bag, base_optimizer, config, held, make_engine, take_step
 
 import zero8
-from zero8.deepspeed import constructing, gradients, seams, swapper
 from zero8.deepspeed import seam as seam_module
+from zero8.deepspeed import seams
 from zero8.deepspeed.seam import of_engine, of_zero
 from zero8.environment import versions
 from zero8.environment.versions import TESTED
@@ -46,10 +42,6 @@ REFUSED = {
         config(stage=1, zero={"elastic_checkpoint": True}),
         ["elastic_checkpoint", "remove it", "--to zero"],
     ),
-    "elastic_checkpoint, stage 3": (
-        config(stage=3, zero={"elastic_checkpoint": True}),
-        ["elastic_checkpoint", "remove it", "--to zero"],
-    ),
     "super_offload": (
         config(stage=3, offload=None, zero=offload(super_offload=True)),
         ["offload_optimizer.super_offload", "DeepSpeedCPUAdam", "set it to false"],
@@ -66,9 +58,9 @@ REFUSED = {
         config(stage=3, offload=None, zero=offload(device="nvme")),
         ['offload_optimizer.device "nvme" without "nvme_path"', "set it to a folder"],
     ),
-    "fp16 masters": (
-        config(stage=2) | {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
-        ["fp16_master_weights_and_grads", "leave it out", "bf16_master_weights_and_grads"],
+    "settings of checkpoints": (
+        config() | {"zero8": {"keep": 3}},
+        ["unknown key 'keep'", "keep_checkpoints"],
     ),
     "unknown key": (config(beta1=0.9), ["unknown parameter 'beta1'", *ADAM.keywords, *OWN_KEYS]),
     "amsgrad": (config(amsgrad=True), ["amsgrad: got True", "third moment"]),
@@ -135,26 +127,15 @@ def test_initialize_with_what_cannot_work_is_refused_with_reason_and_remedy(run,
         assert part in message
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_group_that_joins_under_zero_is_refused_with_the_way_to_add_it(run, stage):
-    kind, message = run[f"joins stage {stage}"]
-    assert kind == "ValueError" and "pass all groups there" in message
-
-
-def test_initialize_fits_zero8_in_once_and_not_before_it_is_needed(run):
-    assert run["fitted at first"] is False
-    assert run["fitted"] == 1
-
-
-def test_adamw_is_the_same_after_zero8_was_fitted_in(run):
+def test_initialize_fits_zero8_in_once_and_for_our_optimizers_only(run):
+    assert (run["fitted at first"], run["fitted"]) == (False, 1)
     assert difference(run["adamw before"], run["adamw after"]) == ""
-
-
-def test_bf16_masters_with_offload_stay_refused_for_other_optimizers_only(run):
     kind, message = run["adamw bf16 masters"]
-    assert kind == "AssertionError"
-    assert "DeepSpeedCPUAdam" in message
+    assert kind == "AssertionError" and "DeepSpeedCPUAdam" in message
     assert run["ours bf16 masters"] is None
+    for stage in (2, 3):
+        kind, message = run[f"joins stage {stage}"]
+        assert kind == "ValueError" and "pass all groups there" in message
 
 
 def test_initialize_with_every_key_of_deepspeeds_adamw_uses_their_values(run):
@@ -227,19 +208,6 @@ def made(stand_in, **attributes):
     return one
 
 
-def engine_of(stand_ins, force=True, **zero_options):
-    zero_config = DeepSpeedZeroConfig(**zero_options)
-    return made(
-        stand_ins["DeepSpeedEngine"],
-        module=torch.nn.Module(),
-        basic_optimizer=None,
-        param_names={},
-        zero_force_ds_cpu_optimizer=lambda: force,
-        zero_use_cpu_optimizer=lambda: zero_config.offload_optimizer is not None,
-        _config=SimpleNamespace(zero_config=zero_config, _param_dict={}),
-    )
-
-
 def seam_objects():
     """Return what is where zero8 patches DeepSpeed, but for the row that imports put in."""
     return [seam.found() for seam in seams.SEAMS if seam.without and seam.name != "ALL_OPS"]
@@ -257,27 +225,14 @@ def test_install_patches_what_is_declared_and_nothing_else(stand_ins):
         assert seam.state == ("installed" if seam.patch else "present"), seam
 
 
-def test_seams_are_declared_once_each():
-    labels = [seam.label for seam in seams.SEAMS if seam.without]
-    assert len(labels) == len(set(labels))
-
-
-def test_install_twice_equals_once(stand_ins):
-    original = seam_objects()
-    seams.fit(Ours)
-    once = seam_objects()
-    seams.fit(Ours)
-    assert seam_objects() == once != original
-    assert utils.ZERO_SUPPORTED_OPTIMIZERS == [torch.optim.Adam, Ours]
-
-
-def test_install_for_classes_of_one_base_patches_once(stand_ins):
+def test_install_again_or_for_classes_of_one_base_patches_once(stand_ins):
     """A subclass is an instance of both: patched for each, its saves would wait for themselves."""
-    special = type("Special", (Ours,), {})
+    original, special = seam_objects(), type("Special", (Ours,), {})
     seams.fit(special)
     once = seam_objects()
-    seams.fit(Ours)
-    assert seam_objects() == once
+    for _ in range(2):
+        seams.fit(Ours)
+    assert seam_objects() == once != original
     assert utils.ZERO_SUPPORTED_OPTIMIZERS == [torch.optim.Adam, special, Ours]
 
 
@@ -306,135 +261,20 @@ def test_installed_patches_of_exact_classes_leave_variants_to_deepspeed(stand_in
             assert getattr(owner, seam.name)() == (f"{seam.name} of DeepSpeed", (owner,), {})
 
 
-def test_installed_mode_check_refuses_for_ours_only_and_still_asks_deepspeed(stand_ins):
-    seams.fit(Ours)
-    refused = engine_of(stand_ins, stage=3, offload_optimizer={"device": "cpu", "ratio": 0.5})
-    with pytest.raises(ValueError, match="ratio"):
-        refused._do_optimizer_sanity_check(Ours())
-    checked = "_do_optimizer_sanity_check of DeepSpeed"
-    assert refused._do_optimizer_sanity_check(object())[0] == checked
-    for served in (
-        {"stage": 3},
-        {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-        {"stage": 3, "offload_optimizer": {"device": "none", "ratio": 0.5}},
-    ):
-        assert engine_of(stand_ins, **served)._do_optimizer_sanity_check(Ours())[0] == checked
-
-
-def test_early_refusal_of_objects_under_offload_names_the_setting_for_ours_only(stand_ins):
-    seams.install_early(None)
-    seams.fit(Ours)
-    on_cpu = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    with pytest.raises(ValueError, match='"zero_force_ds_cpu_optimizer": false'):
-        engine_of(stand_ins, **on_cpu)._configure_optimizer(Ours(), [])
-    for engine, client in (
-        (engine_of(stand_ins, **on_cpu), object()),
-        (engine_of(stand_ins, **on_cpu), None),
-        (engine_of(stand_ins, force=False, **on_cpu), Ours()),
-        (engine_of(stand_ins, stage=2), Ours()),
-    ):
-        configured, arguments, _ = engine._configure_optimizer(client, [])
-        assert configured == "_configure_optimizer of DeepSpeed"
-        assert arguments == (engine, client, [])
-
-
-def test_first_engine_after_an_optimizer_fits_zero8_in(stand_ins):
-    """The optimizer was made before DeepSpeed was imported."""
-    seams.install_early(None)
-    engine_of(stand_ins, stage=2)._configure_optimizer(None, [])
-    assert utils.ZERO_SUPPORTED_OPTIMIZERS == [torch.optim.Adam]
-    seams.classes.append(Ours)
-    engine_of(stand_ins, stage=2)._configure_optimizer(None, [])
-    assert utils.ZERO_SUPPORTED_OPTIMIZERS == [torch.optim.Adam, Ours]
-
-
-def test_installed_loads_look_at_the_checkpoint_for_ours(stand_ins):
-    seams.fit(Ours)
-    ours = Ours()
-    ours.param_groups = []
-    load = "load_hp_checkpoint_state_from_checkpoint_dir"
-    flat = made(stand_ins["DeepSpeedZeroOptimizer"], optimizer=ours)
-    zero3 = made(stand_ins["DeepSpeedZeroOptimizer_Stage3"], optimizer=ours)
-    for call in (partial(getattr(flat, load), "groups"), getattr(zero3, f"{load}_stage3")):
-        with pytest.raises(FileNotFoundError):
-            call("none")
-
-
-@pytest.mark.parametrize("round_robin", [True, False])
-def test_places_are_looked_for_by_offsets_in_round_robin_only(round_robin):
-    """DeepSpeed looks at the offsets where there is padding: it is told that there is some."""
-    zero = SimpleNamespace(
-        round_robin_gradients=round_robin, round_robin_bit16_padding=[[0], [0]], cpu_offload=False
-    )
-    seen = []
-    gradients.link(lambda zero: seen.append(zero.round_robin_bit16_padding), zero)
-    assert seen == [[[1], [1]] if round_robin else [[0], [0]]]
-    assert zero.round_robin_bit16_padding == [[0], [0]]
-
-
-def test_master_weights_drop_the_bf16_validator_and_refuse_fp16():
-    options = {"bf16_offload_validator": "b", "fp16_offload_validator": "f"}
-    zero = SimpleNamespace(optimizer=Ours())
-    asked = constructing.configure_masters(lambda zero, **kwargs: kwargs, zero, **options)
-    assert asked == {"bf16_offload_validator": None, "fp16_offload_validator": "f"}
-    with pytest.raises(ValueError, match="float16 weights cannot hold its updates"):
-        constructing.configure_masters(None, zero, fp16_master_weights_and_gradients=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "ours"),
-    [
-        ("PartitionedOptimizerSwapper", "PartitionedSwapper"),
-        ("PipelinedOptimizerSwapper", "PipelinedSwapper"),
-    ],
-)
-def test_installed_swappers_are_ours_for_ours_only(stand_ins, monkeypatch, name, ours):
-    monkeypatch.setattr(swapper, ours, lambda **kwargs: ("ours", kwargs))
-    seams.fit(Ours)
-    optimizer, other = Ours(), object()
-    make = getattr(stage3, name)
-    assert make(optimizer=optimizer, timers=1) == ("ours", {"optimizer": optimizer, "timers": 1})
-    assert make(optimizer=other, timers=1)[0] == f"{name} of DeepSpeed"
-
-
-def test_installed_engine_refuses_unknown_settings_of_checkpoints_for_ours_only(stand_ins):
-    seams.fit(Ours)
-    engine = engine_of(stand_ins)
-    engine._config._param_dict["zero8"] = {"keep": 3}
-    with pytest.raises(ValueError, match="unknown key 'keep'; valid are .*keep_checkpoints"):
-        engine._do_optimizer_sanity_check(Ours())
-    assert "of DeepSpeed" in engine._do_optimizer_sanity_check(object())[0]
-
-
 def renamed(self, optimizer):
     """A method whose parameters have other names than zero8 knows."""
 
 
 MISSING = {
-    "ZERO_SUPPORTED_OPTIMIZERS gone": (utils, "ZERO_SUPPORTED_OPTIMIZERS", None),
-    "ZERO_SUPPORTED_OPTIMIZERS no list": (utils, "ZERO_SUPPORTED_OPTIMIZERS", (torch.optim.Adam,)),
-    "DeepSpeedEngine gone": (engine_module, "DeepSpeedEngine", None),
-    "_do_optimizer_sanity_check gone": ("DeepSpeedEngine", "_do_optimizer_sanity_check", None),
-    "_do_optimizer_sanity_check differs": (
-        "DeepSpeedEngine",
-        "_do_optimizer_sanity_check",
-        renamed,
-    ),
-    "_configure_optimizer gone": ("DeepSpeedEngine", "_configure_optimizer", None),
-    "offload_states of ZeRO 2 gone": ("DeepSpeedZeroOptimizer", "offload_states", None),
-    "offload of states gone": (stage_1_and_2, "offload_optimizer_states", None),
-    "offload of states differs": (stage_1_and_2, "offload_optimizer_states", renamed),
-    "views gone": ("BF16_Optimizer", "_lazy_init_hp_params_optimizer_state", None),
-    "no _post_step": ("DeepSpeedZeroOptimizer_Stage3", "_post_step", None),
-    "ZeROOptimizer gone": (zero_base, "ZeROOptimizer", None),
-    "_configure_master_weights differs": ("ZeROOptimizer", "_configure_master_weights", renamed),
-    "_load_checkpoint differs": ("DeepSpeedEngine", "_load_checkpoint", renamed),
-    "save_checkpoint gone": ("DeepSpeedEngine", "save_checkpoint", None),
-    "load_checkpoint differs": ("DeepSpeedEngine", "load_checkpoint", renamed),
-    "swapper gone": (stage3, "PartitionedOptimizerSwapper", None),
-    "swapper's method gone": (PipelinedOptimizerSwapper, "_complete_swap_out", None),
-    "as in DeepSpeed 0.19.7": (PipelinedOptimizerSwapper, "release_swap_buffers", None),
-    "swapper's method differs": (OptimizerSwapper, "_get_state_tensors", renamed),
+    "list gone": (utils, "ZERO_SUPPORTED_OPTIMIZERS", None),
+    "list is none": (utils, "ZERO_SUPPORTED_OPTIMIZERS", (torch.optim.Adam,)),
+    "class gone": (engine_module, "DeepSpeedEngine", None),
+    "method gone": ("DeepSpeedEngine", "_configure_optimizer", None),
+    "method differs": ("DeepSpeedEngine", "_do_optimizer_sanity_check", renamed),
+    "function gone": (stage_1_and_2, "offload_optimizer_states", None),
+    "function differs": (stage_1_and_2, "offload_optimizer_states", renamed),
+    "overridden method gone": (PipelinedOptimizerSwapper, "release_swap_buffers", None),
+    "overridden method differs": (OptimizerSwapper, "_get_state_tensors", renamed),
 }
 
 

@@ -129,17 +129,6 @@ def test_state_without_zero_is_8bit_on_every_rank(matrix, name):
 
 
 @pytest.mark.parametrize("name", cells(CELLS))
-def test_engine_uses_the_wrapper_that_the_cell_is_about(matrix, name):
-    cell = CELLS[name]
-    expected = "DeepSpeedZeroOptimizer" + ("_Stage3" if cell.stage == 3 else "")
-    if cell.stage == 0:
-        expected = "Adam8bitBlockwise" if cell.precision == "fp32" else "FP16_UnfusedOptimizer"
-    if cell.precision == "accum32" and cell.stage == 1:
-        expected = "BF16_Optimizer"
-    assert {rank["wrapper"] for rank in matrix.run(name)} == {expected}
-
-
-@pytest.mark.parametrize("name", cells(CELLS))
 def test_masters_are_in_the_precision_that_the_config_asks_for(matrix, name):
     expected = torch.float32
     if CELLS[name].precision in ("masters", "states"):

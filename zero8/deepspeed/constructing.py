@@ -16,8 +16,7 @@ from zero8.deepspeed import claims
 from zero8.deepspeed.seam import ENGINE, is_ours, rely_on, seam
 from zero8.deepspeed.settings import CheckpointSettings
 from zero8.environment.agree import gathered
-from zero8.state import tied
-from zero8.state.params import shape_here
+from zero8.state.params import shape_here, tied_names
 
 _engine: ContextVar[Any] = ContextVar("engine", default=None)
 _PIPELINE = "deepspeed.runtime.pipe.module:PipelineModule"
@@ -77,7 +76,7 @@ def make_pipeline(original: Callable, pipeline: Any, *args: Any, **kwargs: Any) 
     """Note the weights that a new pipeline ties across its stages."""
     original(pipeline, *args, **kwargs)
     across = {p for p, group in pipeline.get_tied_weights_and_groups() if group.size() > 1}
-    tied.names.update((p, name) for name, p in pipeline.named_parameters() if p in across)
+    tied_names.update((p, name) for name, p in pipeline.named_parameters() if p in across)
 
 
 @seam(

@@ -6,8 +6,12 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from zero8.environment.numbers import Group
-from zero8.fsdp.flattened import is_flattened
 from zero8.state.extent import local_grad
+
+
+def is_flattened(p: Tensor) -> bool:
+    """Return whether FSDP1 has flattened a parameter."""
+    return getattr(p, "_fsdp_flattened", False)
 
 
 def process_groups(params: Iterable[Tensor]) -> list[Group]:

@@ -11,8 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from zero8.deepspeed.flat_state import FlatPartition
 from zero8.environment import numbers
-from zero8.fsdp.flattened import FlattenedTensor
-from zero8.fsdp.sharded import ShardedTensor
+from zero8.fsdp.kinds import FlattenedTensor, ShardedTensor
 from zero8.optimizer.check import check_new, check_replaceable
 from zero8.optimizer.loading import as_torch_casts
 from zero8.spec.algorithm import Algorithm
