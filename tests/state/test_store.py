@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from live_bytes import LiveBytes
 from moment_samples import spread_values
 
-from zero8.spec import faults
 from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS, codec_named, dequantize, quantize
 from zero8.state import store
@@ -268,24 +267,6 @@ def peaks(codec, which, numel):
     with LiveBytes() as reading:
         store.read(0, numel)
     return reading.peak - 4 * numel, writing.peak
-
-
-def checking_peak(numel):
-    """Return the bytes that a check of a second moment takes of which each block is near 2^-126."""
-    table = PieceTable((Piece(0, numel, 30, (numel // 64, 128), 1, 64, "p"),), numel)
-    store = MomentStore.zeros(codec_named("log"), ADAM.moment("exp_avg_sq"), table)
-    generator = torch.Generator().manual_seed(1)
-    store.write(0, 2.0**-126 * (1 + torch.rand(numel, generator=generator)))
-    with LiveBytes() as checking:
-        store.check_values()
-    return checking.peak
-
-
-def test_check_of_longer_moments_near_the_smallest_number_needs_little_more_memory(monkeypatch):
-    """Blocks' numbers are made chunk by chunk; of each block of 64 there are some numbers."""
-    monkeypatch.setattr(faults, "_CHUNK_NUMEL", 1024)
-    short, long = checking_peak(1 << 14), checking_peak(1 << 16)
-    assert 8 * 1024 <= short < long <= short + 64 * ((1 << 16) - (1 << 14)) // 64
 
 
 @pytest.mark.parametrize("codec", CODECS)

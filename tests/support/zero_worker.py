@@ -179,6 +179,20 @@ def train(engine, steps, first=0):
     return [take_step(engine, *batch(step)) for step in range(first, first + steps)]
 
 
+def through_and_resumed(make, train, folder, tag="saved"):
+    """Return what a run holds that never stopped, and one that was saved and loaded.
+
+    `make` makes the engine; `train` trains it, from the start or (True) from where it was saved.
+    """
+    engine = make()
+    train(engine, False)
+    engine.save_checkpoint(folder, tag=tag)
+    through = {"losses": train(engine, True), **held(engine)}
+    engine = make()
+    engine.load_checkpoint(folder, tag=tag)
+    return through, {"losses": train(engine, True), **held(engine)}
+
+
 def take_step(engine, *inputs):
     """Take one step and return the loss."""
     loss = engine(*inputs)

@@ -8,7 +8,15 @@ from nests import difference
 from torch import nn
 from universal_cuts import convert
 from universal_worker import settings
-from zero_worker import MOMENTS, base_optimizer, batch, config, held, make_engine, take_step
+from zero_worker import (
+    MOMENTS,
+    base_optimizer,
+    batch,
+    config,
+    make_engine,
+    take_step,
+    through_and_resumed,
+)
 
 from zero8 import Adam8bitBlockwise, StableEmbedding
 
@@ -48,7 +56,8 @@ def engine_of(ds_config, model=None, **options):
     return make_engine(ds_config, model or Tied(), **options)
 
 
-def train(engine, first=0):
+def train(engine, is_on=False):
+    first = STEPS * is_on
     return [take_step(engine, *batch(step)) for step in range(first, first + STEPS)]
 
 
@@ -58,16 +67,15 @@ def report_of(engine):
 
 
 def trained_and_resumed(name, folder):
-    """Return the report, that of a resumed run, and how its bits differ from those of one run."""
-    engine = engine_of(LAYOUTS[name])
-    train(engine)
-    engine.save_checkpoint(folder)
-    report = report_of(engine)
-    through = {"losses": train(engine, STEPS), **held(engine)}
-    engine = engine_of(LAYOUTS[name])
-    engine.load_checkpoint(folder)
-    resumed = {"losses": train(engine, STEPS), **held(engine)}
-    return report, report_of(engine), difference(through, resumed)
+    """Return reports of a run and of a resumed one, and how their bits differ."""
+    engines = []
+
+    def make():
+        engines.append(engine_of(LAYOUTS[name]))
+        return engines[-1]
+
+    through, resumed = through_and_resumed(make, train, folder)
+    return *map(report_of, engines), difference(through, resumed)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +138,7 @@ def loaded_embedding(folder, stage):
     engine = engine_of(settings(stage, "cpu"))
     engine.load_checkpoint(folder)
     loaded = moments_of_embedding(engine)
-    train(engine, STEPS)
+    train(engine, True)
     return loaded, report_of(engine)["embed.weight"]
 
 

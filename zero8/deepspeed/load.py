@@ -28,35 +28,21 @@ from zero8.state.tell import logger, tell_once
 
 @dataclass(frozen=True)
 class _Choice:
-    """A candidate for loading.
+    """A candidate for loading."""
 
-    Attributes:
-        tag: its name; None if there is nothing to load.
-        manifest: its manifest, if it is complete.
-        problem: why it cannot be loaded, "" if no reason is known.
-        missing: whether it does not exist.
-    """
-
-    tag: str | None
-    manifest: Manifest | None = None
-    problem: str = ""
+    tag: str | None  # None if there is nothing to load
+    manifest: Manifest | None = None  # if it is complete
+    problem: str = ""  # why it cannot be loaded, if a reason is known
     missing: bool = False
 
 
 def load(engine, original: Callable, options: dict) -> tuple:
-    """Load a checkpoint; every rank must call it.
+    """Load a checkpoint by the engine's own method; every rank must call it.
 
-    Args:
-        engine: a DeepSpeed engine with our optimizer.
-        original: its `load_checkpoint`.
-        options: the arguments of `load_checkpoint` by their names.
-
-    Raises:
-        ValueError: on all ranks, if files that are needed are damaged or missing, or the tag is
-            incomplete or of another world size; it names each file and the rank that wrote it, and
-            nothing is changed.  Also if the tag has states of other parameters than the engine
-            trains; or if ranks loaded different steps, from a tag without a manifest.
-        FileNotFoundError: on all ranks, if there is no such tag.
+    Raises on all ranks, and has changed nothing then: ValueError for damaged or missing files,
+    naming each and the rank that wrote it, for an incomplete tag, and for one of another world size
+    or of other parameters; FileNotFoundError if there is no such tag.  After a load from a tag
+    without a manifest ValueError says that the ranks have loaded different steps.
     """
     reason = reason_not_covered(engine)
     if not reason and len(set(gathered(options.get("tag")))) > 1:

@@ -18,15 +18,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @contextmanager
 def compared(engine, options: dict) -> Iterator[None]:
-    """Have the engine's load in the block raise before it changes anything, if parameters differ.
-
-    Args:
-        engine: a DeepSpeed engine.
-        options: the arguments of its `load_checkpoint`.
-
-    Raises:
-        ValueError: in the block, if the checkpoint's parameters are not the engine's.
-    """
+    """Have the engine's load in the block raise ValueError, and change nothing, if they differ."""
     read = engine.checkpoint_engine.load
 
     def loaded(path, *args, **kwargs):

@@ -113,12 +113,10 @@ def _check_size(path: str, end: int) -> None:
 
 @dataclass(eq=False)
 class Buffer:
-    """Page-locked memory for the state of one sub-group at a time.
+    """Page-locked memory for the state of one sub-group at a time; shape (bytes,) uint8.
 
-    Attributes:
-        memory: (bytes,) uint8.
-        users: the moments that are views of it.  Callers of `safe_get_local_optimizer_state` may
-            hold one after its swap-out.
+    `users` are the moments that are views of it.  Callers of `safe_get_local_optimizer_state` may
+    hold one after its swap-out.
     """
 
     memory: Tensor

@@ -34,11 +34,7 @@ class ShardedTensor(WholeTensor):
             self.process_group(p)
 
     def process_group(self, p: Tensor) -> Group:
-        """See `StateKind`.
-
-        Raises:
-            ValueError: if several dimensions of the mesh cut it.
-        """
+        """See `StateKind`; raises ValueError if several dimensions of the mesh cut it."""
         groups = shard_groups(p)
         if len(groups) > 1:
             raise ValueError(

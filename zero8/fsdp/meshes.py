@@ -33,10 +33,8 @@ def process_groups(params: Iterable[Tensor]) -> list[Group]:
 def parts_of_grads(params: Iterable[Tensor]) -> dict[tuple[Group, ...], list[Tensor]]:
     """Return this rank's parts of gradients, by the groups over whose ranks they are sharded.
 
-    A rank without gradients has the same groups, as sums over them are collectives.
-
-    Raises:
-        ValueError: as `shard_groups`.
+    A rank without gradients has the same groups, as sums over them are collectives.  Raises as
+    `shard_groups`.
     """
     parts: dict[tuple[Group, ...], list[Tensor]] = {}
     for p in params:
@@ -49,8 +47,7 @@ def parts_of_grads(params: Iterable[Tensor]) -> dict[tuple[Group, ...], list[Ten
 def shard_groups(p: Tensor) -> tuple[Group, ...]:
     """Return the groups over whose ranks a parameter is sharded.
 
-    Raises:
-        ValueError: if FSDP1 has flattened it.
+    Raises ValueError if FSDP1 has flattened it.
     """
     if is_flattened(p):
         raise ValueError(

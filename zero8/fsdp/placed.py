@@ -42,8 +42,7 @@ class PlacedExtent(Extent):
     def of(cls, p: DTensor, name: str) -> "PlacedExtent":
         """Return the extent of the parameter called `name`.
 
-        Raises:
-            ValueError: on all ranks, if the part of one of them is not a box of the parameter.
+        Raises ValueError, on all ranks, if the part of one of them is not a box of the parameter.
         """
         ranges = []
         for dim, size in enumerate(p.shape):
@@ -143,10 +142,7 @@ def _cuts(
 def _held(size: int, cuts: tuple[Cut, ...], at: tuple[int, ...]) -> tuple[int, int] | None:
     """Return (first index, number) of a rank's range of a dimension, None if it is not a range.
 
-    Args:
-        size: of the dimension.
-        cuts: through it.
-        at: the rank's part of each cut.
+    `at` is the rank's part of each cut through the dimension.
     """
     index = torch.arange(size, device="cpu")
     for (placement, number), place in zip(cuts, at, strict=True):
