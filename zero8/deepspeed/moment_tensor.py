@@ -123,8 +123,8 @@ class MomentTensor(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         """Run the operations of `_SERVED` on the codes; decode for others that only read."""
         kwargs = kwargs or {}
-        if func in _SERVED:
-            return _SERVED[func](*args, **kwargs)
+        if func in _SERVED and (result := _SERVED[func](*args, **kwargs)) is not NotImplemented:
+            return result
         if any(isinstance(x, MomentTensor) for x in _written(func, args, kwargs)):
             raise NotImplementedError(
                 f"{func} on an 8-bit moment: it would change a decoded copy; use "
@@ -270,26 +270,13 @@ def _same(x: MomentTensor, *_) -> MomentTensor:
 
 
 def _view(x: MomentTensor, shape) -> Tensor:
-    if list(shape) not in ([-1], [x.numel()]):
-        raise NotImplementedError(
-            f"view{tuple(shape)} of an 8-bit moment of {x.numel()} elements: it is flat; use "
-            "moment.clone().view(...) to read it decoded"
-        )
-    return _same(x)
+    return _same(x) if list(shape) in ([-1], [x.numel()]) else NotImplemented
 
 
 def _slice(x: MomentTensor, dim=0, start=None, end=None, step=1) -> Tensor:
-    if step != 1:
-        raise NotImplementedError(
-            f"a slice of an 8-bit moment with step {step}: only contiguous ranges are views of it; "
-            "use moment.clone() to read it decoded"
-        )
     begin, stop, _ = slice(start, end).indices(x.numel())
-    return MomentTensor(x.store, x.start + begin, max(0, stop - begin), x.dtype)
-
-
-def _clone(x: MomentTensor, **_) -> Tensor:
-    return x.dense()
+    numel = max(0, stop - begin)
+    return MomentTensor(x.store, x.start + begin, numel, x.dtype) if step == 1 else NotImplemented
 
 
 def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -313,10 +300,6 @@ def _fill(x: MomentTensor, value) -> MomentTensor:
     return x
 
 
-def _zero(x: MomentTensor) -> MomentTensor:
-    return _fill(x, 0.0)
-
-
 def _to_copy(x: MomentTensor, *, dtype=None, device=None, non_blocking=False, **_) -> Tensor:
     dtype = x.dtype if dtype is None else dtype
     device = x.device if device is None else torch.device(device)
@@ -336,11 +319,11 @@ _SERVED = {
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
     aten.slice.Tensor: _slice,
-    aten.clone.default: _clone,
+    aten.clone.default: lambda x, **_: x.dense(),
     aten.copy_.default: _copy,
     aten.fill_.Scalar: _fill,
     aten.fill_.Tensor: _fill,
-    aten.zero_.default: _zero,
+    aten.zero_.default: lambda x: _fill(x, 0.0),
     aten._to_copy.default: _to_copy,
     aten.record_stream.default: _record_stream,
 }
