@@ -14,5 +14,5 @@ WORKERS = ("device_worker.py", "offload_worker.py")
 def test_state_on_a_gpu_has_the_bits_of_the_cpu_and_stays_there_or_leaves(forks, worker):
     """The pretended GPU is for a whole process, so this one must not have it."""
     outcomes = outcomes_of(forks, worker, DS_ACCELERATOR="cpu")
-    assert len(outcomes) > 10
+    assert len(outcomes) >= 10
     assert {name: error for name, error in outcomes.items() if error} == {}
