@@ -41,6 +41,7 @@ HEADER = "zero8_moment"
 """The key of the header in a pickled moment, which marks it as one."""
 BUFFERS = ("codes", "scales", "float32")
 """The keys of the buffers in a pickled moment, in the order of `MomentStore.buffers`."""
+_OF_A_PIECE = ("name", "identity", "shape", "first", "start", "numel", "block_size")
 
 
 class MomentTensor(torch.Tensor):
@@ -165,18 +166,7 @@ def moment_description(store: MomentStore) -> dict:
         "which": store.name,
         "numel": store.table.numel,
         "written": store.written,
-        "pieces": [
-            {
-                "name": piece.name,
-                "identity": piece.identity,
-                "shape": list(piece.shape),
-                "first": piece.first,
-                "start": piece.start,
-                "numel": piece.numel,
-                "block_size": piece.block_size,
-            }
-            for piece in store.table.pieces
-        ],
+        "pieces": [{key: getattr(one, key) for key in _OF_A_PIECE} for one in store.table.pieces],
     }
 
 

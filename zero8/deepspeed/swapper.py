@@ -65,15 +65,12 @@ class SwapsStates(OptimizerSwapper):
         """Return the name of the file of a sub-group's state."""
         return os.path.join(folder or self.swap_folder, f"zero8-{parameter.ds_id}.tensor.swp")
 
-    def weights_path(self, parameter: Tensor, folder: str) -> str:
-        """Return the name of DeepSpeed's file of a sub-group's master weights in a folder."""
-        (weights, *_) = self.swap_params_info[parameter.ds_id].get_swap_paths()
-        return os.path.join(folder, os.path.basename(weights))
-
-    def weights_bytes(self, parameter: Tensor) -> int:
-        """Return the size of DeepSpeed's file of a sub-group's master weights."""
-        numel = self.swap_params_info[parameter.ds_id].numel()
-        return self._io_aligned_numel(numel) * self.swap_element_size
+    def weights_file(self, parameter: Tensor, folder: str) -> tuple[str, int]:
+        """Return DeepSpeed's file of a sub-group's master weights in a folder, and its size."""
+        info = self.swap_params_info[parameter.ds_id]
+        (weights, *_) = info.get_swap_paths()
+        size = self._io_aligned_numel(info.numel()) * self.swap_element_size
+        return os.path.join(folder, os.path.basename(weights)), size
 
     def planned_layout(self, parameter: Tensor) -> Layout:
         """Return the layout that the file of a sub-group's state will have."""

@@ -192,7 +192,7 @@ def _zero_file(engine: Any, load_dir: str, tag: str) -> Path:
 
 def _check_files(swapper: "SwapsStates", parameter: Tensor, folder: str) -> None:
     """Check a sub-group's files."""
-    weights, expected = swapper.weights_path(parameter, folder), swapper.weights_bytes(parameter)
+    weights, expected = swapper.weights_file(parameter, folder)
     path = swapper.state_path(parameter, folder)
     for needed in (weights, path):
         if not Path(needed).exists():

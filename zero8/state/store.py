@@ -141,14 +141,15 @@ class MomentStore:
     ) -> "MomentStore":
         """Return the store on a device; itself if it is there already, unless `copy` is set."""
         # torch decides whether it is there: "cuda" may be "cuda:0".
-        moved = self._with(lambda t: t.to(device, non_blocking=non_blocking, copy=copy))
+        moved = self.with_buffers(lambda t: t.to(device, non_blocking=non_blocking, copy=copy))
         return self if moved.codes is self.codes else moved
 
     def clone(self) -> "MomentStore":
         """Return a store with copies of the buffers."""
-        return self._with(Tensor.clone)
+        return self.with_buffers(Tensor.clone)
 
-    def _with(self, change: Callable[[Tensor], Tensor]) -> "MomentStore":
+    def with_buffers(self, change: Callable[[Tensor], Tensor]) -> "MomentStore":
+        """Return a store with what a function makes of each buffer."""
         codes, scales, dense = map(change, self.buffers)
         return replace(self, codes=codes, scales=scales, dense=dense)
 
