@@ -65,11 +65,12 @@ class StateHeader:
                 "also reads states of fp32 optimizers)"
             )
         packed = entries["format"]
-        is_row = isinstance(packed, Tensor) and packed.dtype == torch.int64 and packed.ndim == 1
-        if not is_row or packed.numel() > 5 + MAX_DIMS:
+        if not isinstance(packed, Tensor) or packed.dtype != torch.int64 or packed.ndim != 1:
             raise ValueError(
                 f"state of {name}: got a format that is not a row of int64: {shown(packed)}"
             )
+        if packed.numel() > 5 + MAX_DIMS:
+            raise ValueError(f"state entry format of {name}: got {packed.numel()} numbers")
         check_entry(f"state entry format of {name}", packed, max(packed.numel(), 5), [torch.int64])
         if not any(packed.tolist()):
             raise ValueError(
