@@ -92,7 +92,7 @@ class FlatPartition(StateKind):
         found: dict[str, MomentStore] = {}
         for rule in _quantized(algorithm, state):
             store = _store_of(rule, state[rule.name])
-            _check_fits(p, rule, store.table, table)
+            check_places(store.table, table or replace(store.table, numel=p.numel()))
             found[rule.name], like = store, (store.codec, store.table)
         arrived = [
             _encoded(algorithm, p, rule, state[rule.name], like, check_values=self.raises_alone)
@@ -242,17 +242,6 @@ def _store_of(rule: MomentRule, moment: MomentTensor) -> MomentStore:
         )
     moment.store.check()
     return moment.store
-
-
-def _check_fits(p: Tensor, rule: MomentRule, table: PieceTable, wanted: PieceTable | None) -> None:
-    """Raise ValueError unless a moment's table fits this partition and `wanted`, if given."""
-    if table.numel != p.numel():
-        raise ValueError(
-            f"{rule.name} of a ZeRO partition: got a moment of {table.numel} elements, expected "
-            f"{p.numel()}"
-        )
-    if wanted is not None:
-        check_places(table, wanted)
 
 
 def _check_alike(stores: Sequence[MomentStore]) -> None:
