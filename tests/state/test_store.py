@@ -188,24 +188,6 @@ def codes_of(store):
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("which", ["exp_avg", "exp_avg_sq"])
-def test_write_part_of_a_block_leaves_other_blocks_untouched(codec, which):
-    """The range lies in the second of the cut piece's blocks: 256..299 of row 0."""
-    store = mixed_store(codec, which)
-    before = [tensor.clone() for tensor in buffers(store)]
-    touched = slice(256 - 150, 300 - 150)
-    store.write(2 + 260 - 150, spread_values(which, 20, seed=2) + 100.0)
-    codes = codes_of(store)
-    same = torch.ones(len(codes), dtype=torch.bool)
-    same[touched] = False
-    assert torch.equal(codes[same], before[0][same])
-    assert not torch.equal(codes[~same], before[0][~same])
-    other_scales = torch.arange(len(store.scales)) != 1
-    assert torch.equal(store.scales[other_scales], before[1][other_scales])
-    assert torch.equal(store.dense, before[2])
-
-
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("which", ["exp_avg", "exp_avg_sq"])
 def test_write_that_keeps_the_scale_keeps_the_rest_of_the_block(codec, which):
     """The block's third largest element gets 0.9 of the largest: neither end of its range moves."""
     store = mixed_store(codec, which)
@@ -227,32 +209,6 @@ def test_write_of_a_value_that_a_moment_cannot_have_makes_its_block_nan(codec, w
         expected[475:539] = math.nan  # the second of the whole piece's rows of 64
         store.write(500, torch.tensor([fault]))
     torch.testing.assert_close(store.read(0, 605), expected, rtol=0, atol=0, equal_nan=True)
-
-
-def test_write_to_padding_is_ignored_and_padding_reads_zero():
-    store = mixed_store()
-    before = [tensor.clone() for tensor in buffers(store)]
-    for start, numel in ((0, 2), (409, 2), (603, 2)):
-        store.write(start, torch.full((numel,), 7.0))
-        assert store.read(start, numel).eq(0).all()
-    assert all(torch.equal(a, b) for a, b in zip(buffers(store), before, strict=True))
-
-
-# --- Chunks --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("which", ["exp_avg", "exp_avg_sq"])
-def test_write_in_chunks_gives_the_codes_and_scales_of_one_write(codec, which, monkeypatch):
-    whole = mixed_store(codec, which)
-    whole.write(100, spread_values(which, 350, seed=4))
-    for chunk_numel in (1, 64, 100):
-        monkeypatch.setattr(store, "CHUNK_NUMEL", chunk_numel)
-        parts = mixed_store(codec, which)
-        parts.write(100, spread_values(which, 350, seed=4))
-        for ours, expected in zip(parts.buffers, whole.buffers, strict=True):
-            assert torch.equal(ours, expected)
-        assert torch.equal(parts.read(3, 600), whole.read(3, 600))
 
 
 def peaks(codec, which, numel):

@@ -31,13 +31,13 @@ from zero8.spec.algorithm import Algorithm
 from zero8.spec.algorithms import algorithm_called
 from zero8.spec.codec import Codec
 from zero8.spec.shown import shown
+from zero8.state.header import FORMAT_VERSION, check_version
 from zero8.state.memory import checked_memory, counters
 from zero8.state.plain import checked_step
 from zero8.state.store import MomentStore
 from zero8.state.table import PieceTable
 
 MAGIC = b"zero8swp"
-FORMAT_VERSION = 1
 HEADER = struct.Struct("<8sQIIqQ4d")
 HEADER_BYTES = 512
 _CHECKSUM = slice(8, 16)
@@ -50,7 +50,6 @@ class SwapHeader(NamedTuple):
     """The header of a file, without the magic."""
 
     checksum: int
-    version: int
     description_bytes: int
     step: int
     end: int
@@ -63,14 +62,14 @@ class SwapHeader(NamedTuple):
         if len(begin) < HEADER_BYTES or not begin.startswith(MAGIC):
             raise ValueError("not a file of 8-bit optimizer states, or damaged or cut short")
         _, checksum, version, *numbers = HEADER.unpack_from(begin)
-        if version != FORMAT_VERSION:
-            raise ValueError(f"got format version {version}, this zero8 reads {FORMAT_VERSION}")
-        return cls(checksum, version, *numbers[:3], tuple(numbers[3:]))
+        check_version("8-bit states", version)
+        return cls(checksum, *numbers[:3], tuple(numbers[3:]))
 
     def packed(self) -> bytes:
         """Return the bytes of the header."""
         memory = self.memory + (0.0,) * (4 - len(self.memory))
-        return HEADER.pack(MAGIC, *self[:5], *memory).ljust(HEADER_BYTES, b"\0")
+        numbers = self.checksum, FORMAT_VERSION, *self[1:4]
+        return HEADER.pack(MAGIC, *numbers, *memory).ljust(HEADER_BYTES, b"\0")
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,7 @@ def pack(state: dict, layout: Layout, buffer: Tensor) -> SwapHeader:
         if target.data_ptr() != source.data_ptr():
             target.copy_(source.view(target.shape))
     sizes = len(layout.description), int(step), layout.offsets[-1]
-    header = SwapHeader(0, FORMAT_VERSION, *sizes, tuple(map(float, memory)))
+    header = SwapHeader(0, *sizes, tuple(map(float, memory)))
     _put(buffer, 0, header.packed() + layout.description)
     header = header._replace(checksum=checksum(buffer))
     _put(buffer, 0, header.packed())
@@ -220,7 +219,7 @@ def read_whole(path: str, folder: Path | None = None) -> tuple[dict, Layout] | N
 
 def write_empty(path: str, num_bytes: int) -> SwapHeader:
     """Write a file of this size that means "no state yet", over any old one; return its header."""
-    header = SwapHeader(0, FORMAT_VERSION, 0, 0, 0, ())
+    header = SwapHeader(0, 0, 0, 0, ())
     Path(path).write_bytes(header.packed().ljust(num_bytes, b"\0"))
     return header
 
