@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How zero8 fits into DeepSpeed: what is changed, for whom, and what is refused."""
 
-import importlib
 import inspect
 import warnings
 
@@ -19,8 +18,8 @@ from zero_worker import Bag, base_optimizer, config, held, make_engine, take_ste
 
 import zero8
 from zero8.deepspeed import seam as seam_module
-from zero8.deepspeed import seams
-from zero8.deepspeed.seam import of_engine, of_zero
+from zero8.deepspeed import seams, swapper  # noqa: F401 - it declares what it overrides
+from zero8.deepspeed.seam import SEAMS, Seam, of_zero
 from zero8.environment import versions
 from zero8.environment.versions import TESTED
 from zero8.spec.adam import ADAM
@@ -157,90 +156,53 @@ def test_each_key_of_other_adams_is_served_or_refused_with_its_reason(adam):
             assert (adam, key) == (DeepSpeedCPUAdam, "fp32_optimizer_states")
 
 
-# --- install, on stand-ins for DeepSpeed's classes -----------------------------------------------
+# --- Seams, on a stand-in for DeepSpeed ----------------------------------------------------------
 
 
 class Ours:
     """Stands for the optimizer class that is fitted in."""
 
 
-def stand_in_for(name, parameters):
-    """Return a method of these parameters that returns what it was called with."""
+class Theirs:
+    """Stands for a class of DeepSpeed's."""
 
-    def method(*args, **kwargs):
-        return f"{name} of DeepSpeed", args, kwargs
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
 
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    names = ["self", *(one for one in parameters if one != "self")]
-    method.__signature__ = inspect.Signature(
-        [inspect.Parameter(one, kind, default=None) for one in names]
-    )
-    return method
+    def step(self, *args, **kwargs):
+        return args, kwargs
+
+
+def patched(original, theirs, *args, **kwargs):
+    return "patched", original(theirs, *args, **kwargs)
 
 
 @pytest.fixture
-def stand_ins(monkeypatch):
-    """Put stand-ins where DeepSpeed's members are that zero8 patches; return the classes by name.
-
-    Those whose methods zero8 overrides, the swappers, stay.
-    """
-    made = {}
-    for seam in seams.SEAMS:
-        module, _, class_name = seam.owner.partition(":")
-        method = stand_in_for(seam.name, seam.parameters)
-        if class_name and "swap_tensor" not in module:
-            if class_name not in made:
-                made[class_name] = type(class_name, (), {})
-                monkeypatch.setattr(importlib.import_module(module), class_name, made[class_name])
-            setattr(made[class_name], seam.name, method)
-        elif seam.patch and not class_name:
-            monkeypatch.setattr(f"{module}.{seam.name}", method)
+def fresh(monkeypatch):
+    """Have no class been fitted in yet."""
     monkeypatch.setattr(utils, "ZERO_SUPPORTED_OPTIMIZERS", [torch.optim.Adam])
     monkeypatch.setattr(seams, "classes", [])
     monkeypatch.setattr(seam_module, "classes", seams.classes)
-    return made
 
 
-def made(stand_in, **attributes):
-    """Return an object of a stand-in with attributes."""
-    one = stand_in()
-    vars(one).update(attributes)
-    return one
-
-
-def seam_objects():
-    """Return what is where zero8 patches DeepSpeed, but for the row that imports put in."""
-    return [seam.found() for seam in seams.SEAMS if seam.without and seam.name != "ALL_OPS"]
-
-
-def test_install_again_or_for_classes_of_one_base_patches_once(stand_ins):
+@pytest.mark.parametrize("exactly", [False, True])
+def test_install_patches_once_for_ours_and_leaves_others_to_deepspeed(fresh, monkeypatch, exactly):
     """A subclass is an instance of both: patched for each, its saves would wait for themselves."""
-    original, special = seam_objects(), type("Special", (Ours,), {})
-    seams.fit(special)
-    once = seam_objects()
-    for _ in range(2):
-        seams.fit(Ours)
-    assert seam_objects() == once != original
+    theirs = type("Theirs", (Theirs,), {})
+    monkeypatch.setitem(globals(), "Fitted", theirs)
+    declared = Seam(f"{__name__}:Fitted", "step", (), "why", patched, of_zero, exactly)
+    monkeypatch.setattr(seams, "SEAMS", [declared])
+    special, variant = type("Special", (Ours,), {}), type("Variant", (theirs,), {})
+    assert declared.state == "present"
+    for optimizer_class in (special, Ours, Ours):
+        seams.fit(optimizer_class)
+    assert declared.state == "installed"
     assert utils.ZERO_SUPPORTED_OPTIMIZERS == [torch.optim.Adam, special, Ours]
-
-
-def test_installed_patches_leave_other_optimizers_and_variants_of_exact_classes(stand_ins):
-    """The stand-ins have nothing to look at: touching it would fail."""
-    seams.fit(Ours)
-    left = 0
-    for seam in seams.SEAMS:
-        if seam.optimizer not in (of_zero, of_engine):
-            continue
-        stand_in = stand_ins[seam.owner.partition(":")[2]]
-        owners = [made(stand_in, optimizer=object(), basic_optimizer=None)]
-        if seam.exactly:
-            owners.append(made(type("Variant", (stand_in,), {}), optimizer=Ours()))
-        for owner in owners:
-            found = getattr(owner, seam.name)("an argument", key="another")
-            expected = (owner, "an argument"), {"key": "another"}
-            assert found == (f"{seam.name} of DeepSpeed", *expected)
-            left += 1
-    assert left > 40
+    plain = (1,), {"key": 2}
+    for optimizer in (Ours(), special()):
+        assert theirs(optimizer).step(1, key=2) == ("patched", plain)
+        assert variant(optimizer).step(1, key=2) == (plain if exactly else ("patched", plain))
+    assert theirs(object()).step(1, key=2) == plain
 
 
 def renamed(self, optimizer):
@@ -251,8 +213,8 @@ MISSING = {
     "list gone": (utils, "ZERO_SUPPORTED_OPTIMIZERS", None),
     "list is none": (utils, "ZERO_SUPPORTED_OPTIMIZERS", (torch.optim.Adam,)),
     "class gone": (engine_module, "DeepSpeedEngine", None),
-    "method gone": ("DeepSpeedEngine", "_configure_optimizer", None),
-    "method differs": ("DeepSpeedEngine", "_do_optimizer_sanity_check", renamed),
+    "method gone": (engine_module.DeepSpeedEngine, "_configure_zero_optimizer", None),
+    "method differs": (engine_module.DeepSpeedEngine, "_do_optimizer_sanity_check", renamed),
     "function gone": (stage_1_and_2, "offload_optimizer_states", None),
     "function differs": (stage_1_and_2, "offload_optimizer_states", renamed),
     "overridden method gone": (PipelinedOptimizerSwapper, "release_swap_buffers", None),
@@ -261,36 +223,33 @@ MISSING = {
 
 
 @pytest.mark.parametrize("name", MISSING)
-def test_install_without_a_seam_is_one_clear_error_and_changes_nothing(
-    stand_ins, monkeypatch, name
-):
+def test_install_without_a_seam_is_one_clear_error_and_changes_nothing(fresh, monkeypatch, name):
     owner, attribute, value = MISSING[name]
-    owner = stand_ins[owner] if isinstance(owner, str) else owner
-    if value is None and inspect.ismodule(owner):
+    if value is None and attribute in vars(owner):
         monkeypatch.delattr(owner, attribute)
-    else:
+    else:  # also where a base class has it
         monkeypatch.setattr(owner, attribute, value)
-    before, supported = seam_objects(), getattr(utils, "ZERO_SUPPORTED_OPTIMIZERS", ())
-    supported_before = list(supported)
+    before = [one.found() for one in SEAMS]
+    supported = list(getattr(utils, "ZERO_SUPPORTED_OPTIMIZERS", ()))
     with pytest.raises(RuntimeError) as caught:
         seams.fit(Ours)
     message = str(caught.value)
     assert message.startswith(f"zero8 does not fit this DeepSpeed ({deepspeed.__version__}): ")
     assert all(tested in message for tested in TESTED["deepspeed"])
     assert attribute in message
-    assert seam_objects() == before
-    assert list(supported) == supported_before
+    assert [one.found() for one in SEAMS] == before
+    assert list(getattr(utils, "ZERO_SUPPORTED_OPTIMIZERS", ())) == supported
 
 
 LOWEST, BEYOND = TESTED["deepspeed"]
 
 
 @pytest.mark.parametrize(
-    ("installed", "warned"),
-    [("0.1", 1), (LOWEST, 0), (f"{LOWEST}+cpu", 0), (BEYOND, 1)],
+    ("installed", "warned"), [("0.1", 1), (LOWEST, 0), (f"{LOWEST}+cpu", 0), (BEYOND, 1)]
 )
-def test_install_into_an_untested_version_warns_once(stand_ins, monkeypatch, installed, warned):
+def test_install_into_an_untested_version_warns_once(fresh, monkeypatch, installed, warned):
     monkeypatch.setattr(versions, "version", lambda name: installed)
+    monkeypatch.setattr(seams, "SEAMS", [])
     versions.warn_if_untested.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
