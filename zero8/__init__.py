@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from zero8 import autoload
 
 if TYPE_CHECKING:  # type checkers, editors and the API reference cannot follow `__getattr__`
-    from zero8.deepspeed.active import assert_active as assert_active
+    from zero8.deepspeed.constructing import assert_active as assert_active
     from zero8.optimizer.elementwise import Adam8bitBlockwise as Adam8bitBlockwise
     from zero8.optimizer.elementwise import AdEMAMix8bitBlockwise as AdEMAMix8bitBlockwise
     from zero8.optimizer.elementwise import Lion8bitBlockwise as Lion8bitBlockwise
@@ -28,7 +28,7 @@ _MODULES = {
     "Muon8bitBlockwise": "zero8.optimizer.muon",
     "SGD8bitBlockwise": "zero8.optimizer.elementwise",
     "StableEmbedding": "zero8.optimizer.stable_embedding",
-    "assert_active": "zero8.deepspeed.active",
+    "assert_active": "zero8.deepspeed.constructing",
     "export": "zero8.optimizer.way_back",
 }
 __all__ = ["__version__", *_MODULES]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zero8.fsdp.meshes import process_groups
+from zero8.state.fsdp import process_groups
 
 
 class Mesh:

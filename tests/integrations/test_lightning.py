@@ -159,5 +159,4 @@ def test_deepspeed_strategy_with_an_optimizer_object_says_which_setting_offload_
     keywords, worker, standing_ranks, tmp_path
 ):
     for error in standing_ranks(2).run(worker.error_under_zero, folder=tmp_path, **keywords):
-        assert error[0] == "ValueError"
         assert '"zero_force_ds_cpu_optimizer": false' in error[1]

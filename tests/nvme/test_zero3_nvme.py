@@ -166,8 +166,17 @@ def cell(request, tmp_path_factory):
 
 
 def test_zero3_nvme_training_equals_cpu_offload_bit_for_bit(cell):
+    names = sorted(name for name, _ in Tower().named_parameters())
     for through, _ in cell.ranks:
         assert difference(through["nvme"], through["cpu"]) == ""
+        # What has been compared is complete, and has moved.
+        assert [row["name"] for row in through["nvme"]["report"]] == names
+        assert len(set(through["nvme"]["losses"])) == BEFORE + AFTER
+        states = through["nvme"]["states"]
+        assert [state["step"] for state in states] == [BEFORE + AFTER] * SUB_GROUPS
+        for codes, scales, _ in (m for state in states[:SWAPPED] for m in moments_in(state)):
+            assert codes.dtype == torch.uint8 and codes.unique().numel() > 100
+            assert scales.dtype == torch.float32 and scales.abs().max() > 0
 
 
 def test_zero3_nvme_weights_that_a_script_writes_count_as_they_are(tmp_path):
@@ -177,26 +186,6 @@ def test_zero3_nvme_weights_that_a_script_writes_count_as_they_are(tmp_path):
         assert not any(p.isnan().any() for p in got["parameters"].values())
 
 
-def test_zero3_nvme_memory_report_has_the_states_on_the_disk(cell):
-    """It is the same as without a disk: the test above; here, that it is complete."""
-    names = sorted(name for name, _ in Tower().named_parameters())
-    for through, _ in cell.ranks:
-        assert [row["name"] for row in through["nvme"]["report"]] == names
-
-
-def test_zero3_nvme_training_has_8bit_states_that_moved(cell):
-    """What the test above compares is not empty."""
-    for through, _ in cell.ranks:
-        assert len(set(through["nvme"]["losses"])) == BEFORE + AFTER
-        states = through["nvme"]["states"]
-        assert len(states) == SUB_GROUPS
-        assert [state["step"] for state in states] == [BEFORE + AFTER] * SUB_GROUPS
-        for state in states[:SWAPPED]:
-            for codes, scales, _ in moments_in(state):
-                assert codes.dtype == torch.uint8 and codes.unique().numel() > 100
-                assert scales.dtype == torch.float32 and scales.abs().max() > 0
-
-
 def test_zero3_nvme_resume_in_fresh_processes_is_bit_identical(cell):
     """The tail, which is too small to be swapped, included."""
     for through, resumed in cell.ranks:
@@ -204,12 +193,7 @@ def test_zero3_nvme_resume_in_fresh_processes_is_bit_identical(cell):
         del expected["report"]
         got = {key: resumed[key] for key in expected}
         assert difference(expected, got) == ""
-
-
-def test_zero3_nvme_resume_restores_learning_rate_and_loss_scale(cell):
-    for _, resumed in cell.ranks:
-        assert resumed["rates"] == {CHANGED_LR}
-        assert resumed["scale"] == CHANGED_SCALE
+        assert (resumed["rates"], resumed["scale"]) == ({CHANGED_LR}, CHANGED_SCALE)
 
 
 def test_zero3_nvme_traffic_of_states_is_a_quarter_of_float32(cell):
@@ -225,16 +209,15 @@ def test_zero3_nvme_traffic_of_states_is_a_quarter_of_float32(cell):
             assert moments <= per_element - corrected <= 1.05 * moments
 
 
-def test_zero3_nvme_checkpoint_has_what_is_swapped_only_once(cell):
-    """In its swap files: less than one matrix of weights, in two bytes each, is beside them."""
+def test_zero3_nvme_swapped_out_states_are_in_no_memory_but_shared_buffers(cell):
+    """Of what three sub-groups have, one buffer remains; pipelined, one on each way in addition.
+
+    In a checkpoint they are in their swap files only: less than one matrix of weights, in two bytes
+    each, is beside them.
+    """
     for through, _ in cell.ranks:
         assert len(through["zero files"]) == 2
         assert max(through["zero files"]) < 2 * swapped_elements() / SWAPPED
-
-
-def test_zero3_nvme_swapped_out_states_are_in_no_memory_but_shared_buffers(cell):
-    """Of what three sub-groups have, one buffer remains; pipelined, one on each way in addition."""
-    for through, _ in cell.ranks:
         memory = through["memory"]
         assert memory["states"] == SUB_GROUPS - SWAPPED
         assert len(memory["files"]) == SWAPPED

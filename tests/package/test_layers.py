@@ -18,7 +18,7 @@ PACKAGE = ROOT / "zero8"
 LAYERS = [
     {"environment", "spec"},
     {"files", "state", "op"},
-    {"deepspeed", "fsdp"},
+    {"deepspeed"},
     {"optimizer"},
     {"checkpoint", "autoload"},
     {"__init__"},

@@ -66,18 +66,8 @@ def test_table_of_every_box_lists_its_elements_in_order_in_the_fewest_runs(shape
         assert table.numel == extent.numel == len(elements), extent
         jumps = sum(after != before + 1 for before, after in itertools.pairwise(elements))
         assert len(table.pieces) == jumps + 1, extent
-
-
-@pytest.mark.parametrize("shape", [(), (0, 3), (3, 4), (2, 3, 4)], ids=str)
-def test_table_pieces_lie_one_after_the_other_and_are_else_the_parameter(shape):
-    parameter = whole_piece(shape)
-    for extent in extents_of(shape, map(ranges_of, shape)):
-        end = 0
-        for piece in extent.table(parameter).pieces:
-            assert piece.start == end
+        for piece in table.pieces:
             assert replace(piece, start=0, numel=parameter.numel, first=0) == parameter
-            end += piece.numel
-        assert end == extent.numel
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -148,13 +138,6 @@ def test_scale_box_has_the_order_in_which_the_pieces_have_their_scales(shape, bl
         assert inside(numbers, extent.scale_box(parameter)) == of_pieces, extent
 
 
-@pytest.mark.parametrize(("shape", "block_size", "steps"), ALIGNED)
-def test_scale_box_of_a_whole_parameter_is_all_scales(shape, block_size, steps):
-    parameter = whole_piece(shape, block_size)
-    scale_shape = parameter.grid.scale_shape(shape)
-    assert Extent.whole(shape).scale_box(parameter) == (scale_shape, (0,) * len(scale_shape))
-
-
 # --- The entries ----------------------------------------------------------------------------------
 
 
@@ -174,8 +157,3 @@ def test_entry_of_a_whole_parameter_is_a_view_that_part_of_returns(shape, per_el
 @pytest.mark.parametrize("value", [3, 0.5, None, torch.ones(2), torch.nn.Parameter(torch.ones(2))])
 def test_local_of_what_is_whole_is_itself(value):
     assert local(value) is value
-
-
-def test_scale_box_of_an_empty_box_inside_a_block_has_no_scales():
-    parameter = whole_piece((2, 130), 64)
-    assert Extent((2, 130), (1, 0), (0, 130)).scale_box(parameter)[0] == (1, 0)

@@ -11,7 +11,6 @@ from small_optimizers import param, run, small_model
 
 import zero8
 from zero8.checkpoint.read.statistics import MomentCounts
-from zero8.deepspeed.swap_file import Layout
 from zero8.integrations import health as module
 from zero8.integrations.health import Reports, health
 from zero8.spec.adam import ADAM
@@ -134,26 +133,20 @@ def test_health_counts_blocks_that_met_a_non_finite_gradient():
     assert health(optimizer)["zero8/nonfinite_blocks"] == 2
 
 
-def test_health_before_the_first_step_has_no_saturated_codes():
-    optimizer = zero8.Adam8bitBlockwise([param(64, 100)])
+@pytest.mark.parametrize(("steps", "shape", "num_bytes"), [(0, (64, 100), 0.0), (1, (100,), 800.0)])
+def test_health_without_codes_has_no_saturated_ones(steps, shape, num_bytes):
+    optimizer = zero8.Adam8bitBlockwise([p := param(*shape)])
+    run(optimizer, [p], steps)
     names = ("state_bytes", "share_8bit", "nonfinite_blocks")
-    assert health(optimizer) == {f"zero8/{name}": 0.0 for name in names}
-
-
-def test_health_of_float32_moments_alone_has_no_saturated_codes():
-    optimizer = zero8.Adam8bitBlockwise([p := param(100)])
-    run(optimizer, [p], 1)
-    names = ("state_bytes", "share_8bit", "nonfinite_blocks")
-    assert health(optimizer) == dict(
-        zip([f"zero8/{name}" for name in names], [800.0, 0.0, 0.0], strict=True)
-    )
+    expected = zip([f"zero8/{name}" for name in names], [num_bytes, 0.0, 0.0], strict=True)
+    assert health(optimizer) == dict(expected)
 
 
 def on_disk(optimizer, p, correction_numel=0):
     """Take a parameter's state out of memory, as ZeRO-3's swapper does."""
     like = [store.to("meta") for store in optimizer.moments(p)]
     del optimizer.state[p]
-    optimizer.on_disk[p] = Layout(tuple(like), correction_numel)
+    optimizer.on_disk[p] = SimpleNamespace(like=like, correction_numel=correction_numel)
 
 
 def test_health_of_states_on_a_disk_has_bytes_and_no_saturated_codes():

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-import copy
 import math
 
 import pytest
@@ -78,19 +77,14 @@ REFUSED = {
     "NaN lr": ({"lr": math.nan}, "lr: got nan, expected a finite number"),
     "lr of two": ({"lr": torch.ones(2)}, r"lr: got a tensor of shape \(2,\), expected one element"),
     "boolean lr": ({"lr": True}, "lr: got True"),
-    "one beta": ({"betas": [0.9]}, r"betas: got \[0.9\], expected two numbers"),
     "betas as number": ({"betas": 0.9}, "betas: got 0.9, expected two numbers"),
-    "betas as text": ({"betas": "ab"}, "betas: got 'ab', expected two numbers"),
     "beta of 1": ({"betas": (0.9, 1.0)}, "betas: got 1.0, expected numbers below 1"),
     "negative beta": ({"betas": (-0.1, 0.9)}, "betas: got -0.1, expected at least 0"),
     "infinite eps": ({"eps": math.inf}, "eps: got inf, expected a finite number"),
-    "negative eps": ({"eps": -1e-8}, "eps: got -1e-08, expected at least 0"),
     "subnormal eps": ({"eps": 1e-39}, "eps: got 1e-39, expected 0 or at least 1.17.*2.-126"),
-    "negative decay": ({"weight_decay": -0.1}, "weight_decay: got -0.1, expected at least 0"),
     "decay as text": ({"weight_decay": "0"}, "weight_decay: got '0', expected a finite number"),
     "adam_w_mode": ({"adam_w_mode": 1}, "adam_w_mode: got 1, expected true or false"),
     "adamw_mode": ({"adamw_mode": "yes"}, "adamw_mode: got 'yes', expected true or false"),
-    "bias_correction": ({"bias_correction": 0}, "bias_correction: got 0, expected true or false"),
     "maximize": ({"maximize": 1}, "maximize: got 1, expected true or false"),
     "block_size": ({"block_size": 255}, "block_size: got 255, expected a power of two"),
     "codec": (
@@ -98,12 +92,12 @@ REFUSED = {
         "codec: got 'fp4', expected one of .*'dynamic', 'fp8', 'linear4'",
     ),
     "min_8bit_size": ({"min_8bit_size": -1}, "min_8bit_size: got -1, expected an integer >= 0"),
+    "fractional min_8bit_size": ({"min_8bit_size": 4096.0}, "min_8bit_size: got 4096.0"),
+    "number as pattern": ({"fp32_params": ["a", 3]}, "fp32_params: got 3 in the list"),
     "fp32_params": ({"fp32_params": "*embed*"}, "fp32_params: got .*expected a list"),
     "patterns without names": ({"fp32_params": ["*"]}, "pass model.named_parameters"),
     "rounding": ({"stochastic_rounding": "up"}, "stochastic_rounding: got 'up', expected one of"),
-    "rounding as number": ({"stochastic_rounding": 1}, "stochastic_rounding: got 1, expected one"),
     "seed": ({"seed": 1.5}, "seed: got 1.5, expected an integer"),
-    "boolean seed": ({"seed": True}, "seed: got True, expected an integer"),
 }
 
 
@@ -122,18 +116,15 @@ def test_settings_unknown_key_raises_with_the_valid_ones():
 
 # What users of other libraries write, and the hint that they get.
 OTHER_NAMES = {
-    "weightdecay": "Did you mean 'weight_decay'",
     "wd": "Did you mean 'weight_decay'",
-    "LR": "Did you mean 'lr'",
     "learning_rate": "Did you mean 'lr'",
     "blocksize": "Did you mean 'block_size'",
     "beta2": "Did you mean 'betas', as in",
     "optim_bits": "Leave it out: moments are 8-bit",
-    "args": "Leave it out",
-    "block_wise": "Leave it out",
     "percentile_clipping": "Leave it out, and clip by torch.nn.utils.clip_grad_norm_",
     "is_paged": "Leave it out: DeepSpeed's offload_optimizer or FSDP2's CPUOffloadPolicy",
     "bf16_stochastic_round": "Did you mean 'stochastic_rounding'",
+    "qqq": "Valid ones are",
 }
 
 
@@ -144,12 +135,7 @@ def test_settings_name_of_another_library_raises_with_a_hint(key, hint):
     assert str(error.value).startswith(f"unknown parameter {key!r} for Adam8bitBlockwise.  {hint}")
 
 
-def test_settings_unknown_key_like_no_other_raises_without_a_hint():
-    with pytest.raises(ValueError, match="'qqq' for Adam8bitBlockwise.  Valid ones are"):
-        make(qqq=1)
-
-
-@pytest.mark.parametrize("key", ["lr", "betas", "eps", "weight_decay"])
+@pytest.mark.parametrize("key", ["lr", "betas", "amsgrad", "maximize"])
 def test_settings_bad_value_in_a_group_raises(key):
     optimizer = make()
     with pytest.raises(ValueError, match=f"{key}: got "):
@@ -171,65 +157,40 @@ def test_settings_stochastic_rounding_values_are_known(value, rounding):
     assert make(stochastic_rounding=value).settings.rounding == rounding
 
 
-def test_settings_defaults_are_those_of_adam_in_deepspeed():
-    group = make().param_groups[0]
-    assert (group["lr"], group["betas"], group["eps"]) == (1e-3, (0.9, 0.999), 1e-8)
-    assert group["weight_decay"] == 0.0 and group["decoupled_weight_decay"]
-
-
 def lines_of_no_decay(caplog) -> list[str]:
     return [line for line in caplog.messages if "weight_decay is not given" in line]
 
 
-def test_weight_decay_that_is_not_given_is_logged_once(caplog):
-    tell_once.cache_clear()
-    for _ in range(2):
-        assert make().param_groups[0]["weight_decay"] == 0.0
-    (line,) = lines_of_no_decay(caplog)
-    assert "torch's AdamW has 0.01" in line
+def made(case):
+    """Make an optimizer that says something of the decay, or nothing."""
+    first, second = ([nn.Parameter(torch.zeros(2))] for _ in range(2))
+    decayed = {"params": first, "weight_decay": 0.0}
+    groups = {"in every group": [decayed], "in one group": [decayed, {"params": second}]}
+    keywords = {
+        "zero": {"weight_decay": 0},
+        "adam": {"adam_w_mode": False},
+        "adamw_mode": {"adamw_mode": False},
+    }
+    return Adam8bitBlockwise(groups.get(case, first), **keywords.get(case, {}))
 
 
 # Whoever says 0, decays each group, or has asked for Adam with L2 knows what there is.
-SAID = {
-    "zero": {"weight_decay": 0},
-    "adam": {"adam_w_mode": False},
-    "adamw_mode": {"adamw_mode": False},
-}
+SAID = {"not": 1, "in one group": 1, "in every group": 0, "zero": 0, "adam": 0, "adamw_mode": 0}
 
 
-@pytest.mark.parametrize("keywords", SAID.values(), ids=SAID)
-def test_weight_decay_that_is_given_or_of_adam_is_not_logged(keywords, caplog):
+@pytest.mark.parametrize(("case", "count"), SAID.items(), ids=SAID)
+def test_weight_decay_that_is_not_given_is_logged_once(case, count, caplog):
     tell_once.cache_clear()
-    make(**keywords)
-    assert lines_of_no_decay(caplog) == []
-
-
-def test_weight_decay_of_every_group_is_not_logged_and_of_some_is(caplog):
-    tell_once.cache_clear()
-    params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    decayed, other = {"params": params[:1], "weight_decay": 0.0}, {"params": params[1:]}
-    Adam8bitBlockwise([decayed])
-    assert lines_of_no_decay(caplog) == []
-    Adam8bitBlockwise([decayed, other])
-    assert len(lines_of_no_decay(caplog)) == 1
-
-
-def test_weight_decay_in_a_copied_optimizers_new_group_is_as_ever():
-    optimizer = copy.deepcopy(make())
-    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-    assert optimizer.param_groups[1]["weight_decay"] == 0.0
+    for _ in range(2):
+        assert made(case).param_groups[-1]["weight_decay"] == 0.0
+    lines = lines_of_no_decay(caplog)
+    assert len(lines) == count and all("torch's AdamW has 0.01" in line for line in lines)
 
 
 @pytest.mark.parametrize("key", keywords.WHOLE_OPTIMIZER_KEYS)
 def test_group_with_a_setting_of_the_whole_optimizer_is_refused(key):
     with pytest.raises(ValueError, match=f"{key}: got it in a parameter group"):
         Adam8bitBlockwise([{"params": [nn.Parameter(torch.zeros(2))], key: 64}])
-
-
-@pytest.mark.parametrize(("key", "value"), [("amsgrad", True), ("maximize", 3)])
-def test_group_that_asks_for_what_is_not_done_is_refused(key, value):
-    with pytest.raises(ValueError, match=f"{key}: got {value}"):
-        Adam8bitBlockwise([{"params": [nn.Parameter(torch.zeros(2))], key: value}])
 
 
 @pytest.mark.parametrize("add", [True, False])

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from live_bytes import LiveBytes
 from moment_samples import spread_values
 
-from zero8.spec import faults
 from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS, codec_named, dequantize, quantize
 from zero8.state import store
@@ -189,24 +188,6 @@ def codes_of(store):
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("which", ["exp_avg", "exp_avg_sq"])
-def test_write_part_of_a_block_leaves_other_blocks_untouched(codec, which):
-    """The range lies in the second of the cut piece's blocks: 256..299 of row 0."""
-    store = mixed_store(codec, which)
-    before = [tensor.clone() for tensor in buffers(store)]
-    touched = slice(256 - 150, 300 - 150)
-    store.write(2 + 260 - 150, spread_values(which, 20, seed=2) + 100.0)
-    codes = codes_of(store)
-    same = torch.ones(len(codes), dtype=torch.bool)
-    same[touched] = False
-    assert torch.equal(codes[same], before[0][same])
-    assert not torch.equal(codes[~same], before[0][~same])
-    other_scales = torch.arange(len(store.scales)) != 1
-    assert torch.equal(store.scales[other_scales], before[1][other_scales])
-    assert torch.equal(store.dense, before[2])
-
-
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("which", ["exp_avg", "exp_avg_sq"])
 def test_write_that_keeps_the_scale_keeps_the_rest_of_the_block(codec, which):
     """The block's third largest element gets 0.9 of the largest: neither end of its range moves."""
     store = mixed_store(codec, which)
@@ -230,73 +211,6 @@ def test_write_of_a_value_that_a_moment_cannot_have_makes_its_block_nan(codec, w
     torch.testing.assert_close(store.read(0, 605), expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_write_to_padding_is_ignored_and_padding_reads_zero():
-    store = mixed_store()
-    before = [tensor.clone() for tensor in buffers(store)]
-    for start, numel in ((0, 2), (409, 2), (603, 2)):
-        store.write(start, torch.full((numel,), 7.0))
-        assert store.read(start, numel).eq(0).all()
-    assert all(torch.equal(a, b) for a, b in zip(buffers(store), before, strict=True))
-
-
-def test_moment_of_a_piece_is_live():
-    store = mixed_store()
-    dense, whole = store.piece(1), store.piece(2)
-    dense.values.fill_(3.0)
-    assert dense.scales is None
-    assert store.read(402, 7).eq(3).all()
-    whole.scales.mul_(2.0)
-    expected = store.read(411, 192)
-    whole.scales.div_(2.0)
-    assert torch.equal(store.read(411, 192) * 2, expected)
-    assert whole.values.untyped_storage().data_ptr() == store.codes.untyped_storage().data_ptr()
-
-
-@pytest.mark.parametrize("name", ["clone", "to with copy"])
-def test_copy_has_buffers_of_its_own(name):
-    store = mixed_store()
-    copy = store.clone() if name == "clone" else store.to("cpu", copy=True)
-    assert all(torch.equal(a, b) for a, b in zip(buffers(copy), buffers(store), strict=True))
-    copy.write(0, torch.zeros(605))
-    assert store.read(0, 605).abs().max() > 0
-    assert copy.read(0, 605).eq(0).all()
-
-
-def test_to_where_it_is_returns_the_store_itself():
-    store = mixed_store()
-    assert store.to("cpu") is store
-
-
-def test_state_with_rows_of_256_takes_two_codes_and_the_scales():
-    """Two codes and, per 256 elements, one scale for m and one (log: two) for v."""
-    table = PieceTable((Piece(0, 64 * 256, 0, (64, 256), 1, 256, "p"),), 64 * 256)
-    for name, codec in CODECS.items():
-        stores = [
-            MomentStore.zeros(codec, ADAM.moment(which), table)
-            for which in ("exp_avg", "exp_avg_sq")
-        ]
-        scales = 1 + SCALES.get((name, "exp_avg_sq"), 1)
-        codes = codec.bits_of(ADAM.moments) / 4
-        assert sum(store.nbytes for store in stores) / table.numel == codes + 4 * scales / 256
-
-
-# --- Chunks --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("which", ["exp_avg", "exp_avg_sq"])
-def test_write_in_chunks_gives_the_codes_and_scales_of_one_write(codec, which, monkeypatch):
-    whole = mixed_store(codec, which)
-    whole.write(100, spread_values(which, 350, seed=4))
-    for chunk_numel in (1, 64, 100):
-        monkeypatch.setattr(store, "CHUNK_NUMEL", chunk_numel)
-        parts = mixed_store(codec, which)
-        parts.write(100, spread_values(which, 350, seed=4))
-        for ours, expected in zip(parts.buffers, whole.buffers, strict=True):
-            assert torch.equal(ours, expected)
-        assert torch.equal(parts.read(3, 600), whole.read(3, 600))
-
-
 def peaks(codec, which, numel):
     """Return the bytes that a read and a write of a whole moment take besides its result."""
     table = PieceTable((Piece(0, numel, 30, (numel // 64, 128), 1, 64, "p"),), numel)
@@ -309,24 +223,6 @@ def peaks(codec, which, numel):
     with LiveBytes() as reading:
         store.read(0, numel)
     return reading.peak - 4 * numel, writing.peak
-
-
-def checking_peak(numel):
-    """Return the bytes that a check of a second moment takes of which each block is near 2^-126."""
-    table = PieceTable((Piece(0, numel, 30, (numel // 64, 128), 1, 64, "p"),), numel)
-    store = MomentStore.zeros(codec_named("log"), ADAM.moment("exp_avg_sq"), table)
-    generator = torch.Generator().manual_seed(1)
-    store.write(0, 2.0**-126 * (1 + torch.rand(numel, generator=generator)))
-    with LiveBytes() as checking:
-        store.check_values()
-    return checking.peak
-
-
-def test_check_of_longer_moments_near_the_smallest_number_needs_little_more_memory(monkeypatch):
-    """Blocks' numbers are made chunk by chunk; of each block of 64 there are some numbers."""
-    monkeypatch.setattr(faults, "_CHUNK_NUMEL", 1024)
-    short, long = checking_peak(1 << 14), checking_peak(1 << 16)
-    assert 8 * 1024 <= short < long <= short + 64 * ((1 << 16) - (1 << 14)) // 64
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -53,9 +53,6 @@ def try_everything(base):
     ours = {"optimizer": {"type": "Adam8bitBlockwise", "params": {"lr": 1e-2}}}
     adamw = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
     result["object, forced"] = error_of(engine_of, {}, *refused)
-    result["factory, forced"] = error_of(
-        engine_of, {}, model(), lambda params: zero8.Adam8bitBlockwise(params)
-    )
     result["early object"] = error_of(stepped, engine_of(unforced, *early))
     good = engine_of(ours, model())
     result["config"] = error_of(stepped, good)

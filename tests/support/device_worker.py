@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 from fake_gpu_tensors import DEVICE, Gpu, crossings, streams
-from moment_samples import MOMENTS, NUMEL, PIECES, moment, values_for
+from moment_samples import MOMENTS, NUMEL, moment, values_for
 
 from zero8.checkpoint.read.bitsandbytes import from_bitsandbytes, to_bitsandbytes
 from zero8.deepspeed.moment_tensor import MomentTensor
@@ -17,8 +17,7 @@ from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS, dequantize, quantize
 from zero8.state.extent import Extent
 from zero8.state.plain import PlainState
-from zero8.state.store import MomentStore
-from zero8.state.table import Piece, PieceTable
+from zero8.state.table import Piece
 from zero8.state.target import Target
 
 CHECKS = {}
@@ -74,17 +73,6 @@ def quantize_and_dequantize(codec):
 
 
 @check
-def zeros(codec):
-    for which in MOMENTS:
-        table = PieceTable(PIECES, NUMEL)
-        with staying():
-            made = MomentStore.zeros(CODECS[codec], ADAM.moment(which), table, DEVICE)
-        assert_same(
-            made.buffers, MomentStore.zeros(CODECS[codec], ADAM.moment(which), table).buffers
-        )
-
-
-@check
 def read_and_write(codec):
     for which in MOMENTS:
         ours, expected = stores(codec, which)
@@ -97,15 +85,6 @@ def read_and_write(codec):
                     read = ours.read(start, numel)
                 expected.write(start, given)
                 assert_same([read, *ours.buffers], [expected.read(start, numel), *expected.buffers])
-
-
-@check
-def write_of_values_on_the_cpu(codec):
-    for which in MOMENTS:
-        ours, expected = stores(codec, which)
-        for store in (ours, expected):
-            store.write(100, values_for(which, 3, 900))
-        assert_same(ours.buffers, expected.buffers)
 
 
 @check
@@ -123,19 +102,6 @@ def clone_and_to(codec):
         back = ours.to("cpu")
         assert all(type(t) is torch.Tensor for t in back.buffers)
         assert_same(back.to(DEVICE).buffers, expected.buffers)
-
-
-@check
-def moment_of_a_piece(codec):
-    for which in MOMENTS:
-        ours, expected = stores(codec, which)
-        for number in range(len(PIECES)):
-            with staying():
-                got = ours.piece(number)
-            wanted = expected.piece(number)
-            assert_same([got.values], [wanted.values])
-            if wanted.scales is not None:
-                assert_same([got.scales], [wanted.scales])
 
 
 @check

@@ -23,8 +23,8 @@ from torch.distributed.tensor import (
 )
 
 from zero8 import Adam8bitBlockwise
-from zero8.fsdp.placed import PlacedExtent
 from zero8.spec.codec import CODECS
+from zero8.state.placed import PlacedExtent
 from zero8.state.table import Piece
 
 Placements = tuple[Placement, ...]

@@ -245,7 +245,7 @@ def damaged_swap(data: bytes, chance: random.Random) -> bytes:
     if chance.random() < 0.3:
         return damaged(data, chance)
     data = bytearray(data)
-    header = swap_file.SwapHeader.parsed(bytes(data[:512]), "")
+    header = swap_file.SwapHeader.of(torch.frombuffer(data, dtype=torch.uint8))
     begin, end = 512, 512 + header.description_bytes
     if chance.random() < 0.4:  # the same length, so that all else is in its place
         text = data[begin:end].decode()

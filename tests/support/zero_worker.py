@@ -5,7 +5,7 @@ import inspect
 import math
 import os
 import zlib
-from contextlib import contextmanager
+from types import MethodType
 
 import deepspeed
 import torch
@@ -131,33 +131,39 @@ def make_engine(ds_config, model=None, groups=None, **options):
     return engine
 
 
-@contextmanager
-def copying():
-    """Have engines that are made meanwhile keep two of each, as DeepSpeed does."""
-    stage12, stage3 = DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
-    places = (
-        (stage12, "initialize_optimizer_states"),
-        (stage3, "_create_fp32_partitions"),
-        (stage3, "_setup_for_real_optimizer"),
-    )
-    ours = [(*place, getattr(*place)) for place in places]
-    for zero_class, name, patched in ours:
-        setattr(zero_class, name, inspect.unwrap(patched))
-    try:
-        yield
-    finally:
-        for place in ours:
-            setattr(*place)
+MADE = (
+    (DeepSpeedZeroOptimizer, "initialize_optimizer_states"),
+    (DeepSpeedZeroOptimizer_Stage3, "_create_fp32_partitions"),
+    (DeepSpeedZeroOptimizer_Stage3, "_setup_for_real_optimizer"),
+)
+"""Methods in which DeepSpeed makes gradients and weights of its own."""
+PASSES = (
+    "unscale_and_clip_grads",
+    "_optimizer_step",
+    "_reassign_or_swap_out_partitioned_parameters",
+)
+"""Methods in which, or after which, it makes passes over them."""
 
 
 def pair(ds_config, model=Bag):
-    """Return an engine over a new model, and one that keeps two of each, as DeepSpeed does.
+    """Return an engine over a new model, and one with DeepSpeed's own memory and passes.
 
     `model` makes the model; None stands for a `Model`.
     """
     engine = make_engine(ds_config, model())
-    with copying():
-        return engine, make_engine(ds_config, model())
+    patched = [(*place, getattr(*place)) for place in MADE]
+    for zero_class, name, method in patched:
+        setattr(zero_class, name, inspect.unwrap(method))
+    try:
+        other = make_engine(ds_config, model())
+    finally:
+        for place in patched:
+            setattr(*place)
+    zero = other.optimizer
+    for name in PASSES:
+        if hasattr(zero, name):
+            setattr(zero, name, MethodType(inspect.unwrap(getattr(type(zero), name)), zero))
+    return engine, other
 
 
 def batch(step, micro=4):
@@ -171,6 +177,20 @@ def batch(step, micro=4):
 def train(engine, steps, first=0):
     """Train a `Model` and return the losses."""
     return [take_step(engine, *batch(step)) for step in range(first, first + steps)]
+
+
+def through_and_resumed(make, train, folder, tag="saved"):
+    """Return what a run holds that never stopped, and one that was saved and loaded.
+
+    `make` makes the engine; `train` trains it, from the start or (True) from where it was saved.
+    """
+    engine = make()
+    train(engine, False)
+    engine.save_checkpoint(folder, tag=tag)
+    through = {"losses": train(engine, True), **held(engine)}
+    engine = make()
+    engine.load_checkpoint(folder, tag=tag)
+    return through, {"losses": train(engine, True), **held(engine)}
 
 
 def take_step(engine, *inputs):

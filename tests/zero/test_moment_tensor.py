@@ -11,7 +11,6 @@ import torch.distributed as dist
 from moment_samples import (
     MOMENTS,
     NUMEL,
-    PIECES,
     buffers,
     copies,
     is_plain,
@@ -21,8 +20,7 @@ from moment_samples import (
 )
 
 from zero8.deepspeed.moment_tensor import MomentTensor, moment_of
-from zero8.spec.codec import CODECS, has_zero
-from zero8.state.store import MomentStore
+from zero8.spec.codec import CODECS
 
 # --- Looking and reading -------------------------------------------------------------------------
 
@@ -87,22 +85,6 @@ def test_view_other_than_a_range_is_refused_as_writes_to_it_would_be_lost(view):
         view(moment())
 
 
-def test_dense_copies_do_not_follow_the_moment():
-    x = moment()
-    for read in (lambda: x.clone(), lambda: x.narrow(0, 2, 900).clone(), lambda: x.dense()):
-        before = read()
-        kept = before.clone()
-        x.zero_()
-        assert torch.equal(before, kept)
-        x.copy_(values_for("exp_avg", 1))
-
-
-def test_numpy_and_tolist_are_refused_instead_of_reading_memory_that_is_not_there():
-    for read in (lambda x: x.numpy(), lambda x: x.tolist()):
-        with pytest.raises(RuntimeError, match="not supported for tensor subclasses"):
-            read(moment())
-
-
 # --- Live views ----------------------------------------------------------------------------------
 
 VIEWS = {
@@ -140,57 +122,31 @@ def test_view_is_live_in_both_directions(name):
 
 # --- Writing -------------------------------------------------------------------------------------
 
-
-def levels_around(x, piece_number, element):
-    """Return, in the codec's own coordinate, all levels of the block that holds an element."""
-    store, piece = x.store, x.store.table.pieces[piece_number]
-    block = piece.grid.block_of(piece.first + element) - piece.grid.block_of(piece.first)
-    scales = store.piece(piece_number).scales[block : block + 1]
-    codes = torch.arange(1 << store.code.bits, dtype=torch.uint8)
-    levels = store.code.decode(codes, scales.expand(len(codes), *scales.shape[1:]), 1.0)
-    return coordinate(store, levels).unique()
-
-
-def coordinate(store, values):
-    """Return where rounding to the nearest code is plain rounding; log: the float's bits."""
-    if store.codec.name in ("log", "log6") and store.name == "exp_avg_sq":
-        return values.abs().view(torch.int32).double()
-    return values.double()
+ROUND = torch.arange(NUMEL) % 7 - 3.0  # exact in bfloat16
+WRITES = {
+    "copy_": (lambda x: x.copy_(ROUND), ROUND),
+    "copy_ of bfloat16": (lambda x: x.copy_(ROUND.bfloat16()), ROUND),
+    "copy_ of one element": (lambda x: x.copy_(torch.full((1,), 2.0)), torch.full((NUMEL,), 2.0)),
+    "zero_": (lambda x: x.zero_(), torch.zeros(NUMEL)),
+    "fill_": (lambda x: x.fill_(0.5), torch.full((NUMEL,), 0.5)),
+    "fill_ with a tensor": (lambda x: x.fill_(torch.tensor(0.5)), torch.full((NUMEL,), 0.5)),
+    "data": (lambda x: setattr(x, "data", ROUND), ROUND),
+    "data of a view": (lambda x: setattr(x[:], "data", ROUND), ROUND),
+    "data of data": (lambda x: x.data.data.copy_(ROUND), ROUND),
+    "range of data": (lambda x: x.data.__setitem__(slice(None), ROUND), ROUND),
+    "real": (lambda x: setattr(x, "real", ROUND), ROUND),
+}
 
 
-def assert_within_half_a_code(x, piece_number, written, got):
-    """Check that no level of the block is nearer than the one that was chosen.
-
-    Slack: positions are computed in float32, to 5/65536 of a code (log) or 5 ulps of the position
-    (at most 2^-18 of a code); 2^-12 of a code covers both.  A second moment above zero is never
-    stored as zero, so zero is no choice for it, and zero is zero if the block can have it.
-    """
-    for element in range(0, len(written), 7):
-        if written[element] == 0 and has_zero(x.store.code):
-            assert got[element] == 0
-            continue
-        levels = levels_around(x, piece_number, element)
-        if x.store.name == "exp_avg_sq":
-            levels = levels[levels > 0]
-        value, decoded = (coordinate(x.store, t[element]) for t in (written, got))
-        distances, near = (levels - value).abs(), (levels - decoded).abs().argsort()[:2]
-        slack = (levels[near[0]] - levels[near[1]]).abs() * 2**-12
-        assert (decoded - value).abs() <= distances.min() + slack, element
-
-
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("which", MOMENTS)
-def test_copy_into_whole_is_within_half_a_code_and_exact_where_float32(codec, which):
-    x, values = moment(codec, which), values_for(which, 5)
-    assert x.copy_(values) is x
-    got = x.dense()
-    for number, piece in enumerate(PIECES):
-        here = slice(piece.start, piece.start + piece.numel)
-        if piece.is_quantized:
-            assert_within_half_a_code(x, number, values[here], got[here])
-        else:
-            assert torch.equal(got[here], values[here])
-    assert got[:2].eq(0).all() and got[611:620].eq(0).all()  # padding
+@pytest.mark.parametrize(("write", "values"), WRITES.values(), ids=WRITES)
+def test_write_is_encoded_as_by_the_store(write, values):
+    x, expected = moment(seed=2), moment(seed=3).store
+    view = x[100:900]
+    write(x)
+    expected.write(0, values)
+    assert same(buffers(x), expected.buffers) and x.store.written
+    assert torch.equal(view.clone(), expected.read(100, 800))
+    assert x.dense()[:2].eq(0).all() and x.dense()[611:620].eq(0).all()  # padding
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -216,45 +172,11 @@ def test_copy_between_moments_takes_codes_and_scales_verbatim():
 
 
 def test_copy_between_moments_of_other_codec_or_range_goes_by_value():
-    source, target = moment("log"), moment("dynamic")
-    expected = moment("dynamic")
-    expected.copy_(source.clone())
-    target.copy_(source)
-    assert same(buffers(target), buffers(expected))
-    target[620:720].copy_(source[700:800])
-    expected[620:720].copy_(source[700:800].clone())
-    assert same(buffers(target), buffers(expected))
-
-
-def test_copy_from_bfloat16_and_from_one_element_converts_and_expands():
-    x = moment()
-    x.copy_(values_for("exp_avg", 6).bfloat16())
-    expected = moment()
-    expected.copy_(values_for("exp_avg", 6).bfloat16().float())
-    assert same(buffers(x), buffers(expected))
-    x.copy_(torch.full((1,), 2.0))
-    assert x[602:611].clone().eq(2).all()
-    with pytest.raises(RuntimeError):
-        x.copy_(torch.ones(5))
-
-
-@pytest.mark.parametrize("zero", [lambda x: x.zero_(), lambda x: x.fill_(0.0)])
-def test_zero_in_place_gives_exact_zeros(zero):
-    x = moment("log", "exp_avg_sq")
-    zero(x[0:900])
-    assert x.dense()[:900].eq(0).all()
-    assert x.dense()[964:].abs().max() > 0  # the block that the range ends in ends there at most
-    zero(x)
-    fresh = MomentStore.zeros(x.store.codec, x.store.rule, x.store.table)
-    assert same(buffers(x), (fresh.codes, fresh.scales, fresh.dense))
-
-
-def test_fill_in_place_with_number_or_tensor_writes_it():
-    x, y = moment(), moment()
-    x.fill_(0.5)
-    y.fill_(torch.tensor(0.5))
-    assert same(buffers(x), buffers(y))
-    assert x.dense()[PIECES[0].start : 611].eq(0.5).all()  # each block's extreme is exact
+    source, target, expected = moment("log"), moment("dynamic"), moment("dynamic")
+    for there, here in ((slice(None), slice(None)), (slice(620, 720), slice(700, 800))):
+        target[there].copy_(source[here])
+        expected[there].copy_(source[here].clone())
+        assert same(buffers(target), buffers(expected))
 
 
 WRITES_REFUSED = {
@@ -274,7 +196,6 @@ WRITES_REFUSED = {
     "foreach mul": lambda x: torch._foreach_mul_([x], 0.5),
     "foreach zero": lambda x: torch._foreach_zero_([torch.ones(3), x]),
     "foreach copy": lambda x: torch._foreach_copy_([x], [torch.ones(NUMEL)]),
-    "data of a view": lambda x: setattr(x.narrow(0, 3, 9), "data", torch.ones(9)),
     "batch_norm": lambda x: torch.nn.functional.batch_norm(
         torch.ones(2, NUMEL), x, x.clone(), training=True
     ),
@@ -291,32 +212,11 @@ def test_write_other_than_copy_is_refused_and_changes_nothing(name):
     assert same(buffers(x), before)
 
 
-DATA = {
-    "data": lambda x, values: setattr(x, "data", values),
-    "data of bfloat16": lambda x, values: setattr(x, "data", values.bfloat16()),
-    "data of a moment": lambda x, values: setattr(x, "data", moment().copy_(values)),
-    "data of data": lambda x, values: x.data.data.copy_(values),
-    "range of data": lambda x, values: x.data.__setitem__(slice(None), values),
-    "real": lambda x, values: setattr(x, "real", values),
-}
-
-
-@pytest.mark.parametrize("assign", DATA.values(), ids=DATA)
-def test_data_assigned_to_a_moment_is_encoded(assign):
-    x, expected = moment(seed=2), moment(seed=3)
-    values = torch.arange(NUMEL) % 7 - 3.0  # exact in bfloat16
-    view = x[100:900]
-    assign(x, values)
-    expected.copy_(values)
-    assert same(buffers(x), buffers(expected)) and x.store.written
-    assert torch.equal(view.clone(), expected.dense()[100:900])
-
-
-def test_data_of_another_shape_or_device_is_refused_and_changes_nothing():
+def test_data_of_another_shape_is_refused_and_changes_nothing():
     x = moment()
     before = copies(x)
-    for values in (torch.ones(5), torch.ones(1), torch.ones(NUMEL, device="meta")):
-        with pytest.raises(ValueError, match=r"expected \(1424,\) on cpu"):
+    for values in (torch.ones(5), torch.ones(1)):
+        with pytest.raises(ValueError, match="for an 8-bit moment of 1424 elements"):
             x.data = values
     assert same(buffers(x), before)
 
@@ -417,25 +317,12 @@ def test_to_dtype_of_a_view_is_dense():
     assert torch.equal(view.to(torch.float64), view.dense().double())
 
 
-def test_to_copy_makes_another_moment_with_buffers_of_its_own():
-    x = moment()
-    y = x.to("cpu", copy=True)
-    assert isinstance(y, MomentTensor) and same(buffers(y), buffers(x))
-    y.zero_()
-    assert x.dense().abs().max() > 0
-
-
 @pytest.mark.parametrize("like", [torch.empty_like, torch.zeros_like])
 def test_like_of_a_moment_is_a_plain_tensor_that_collectives_can_fill(like):
     for x in (moment("log", "exp_avg_sq"), moment()[5:9]):
         y = like(x)
         assert is_plain(y) and (y.shape, y.dtype) == (x.shape, torch.float32)
     assert like(moment(), dtype=torch.bfloat16).dtype == torch.bfloat16
-
-
-def test_is_pinned_of_ordinary_memory_is_false():
-    assert moment().is_pinned() is False
-    assert moment()[3:5].is_pinned() is False
 
 
 COPIES = {

@@ -284,18 +284,6 @@ def test_layout_on_one_rank_equals_plain_optimizer_in_all_blocks(standing_ranks)
 
 
 @each(LAYOUTS)
-def test_parameter_without_gradient_keeps_zero_moments(two_ranks, name):
-    made = put_together(
-        [layouts[name] for layouts, *_ in two_ranks],
-        LAYOUTS[name]["optimizer"]["params"].get("block_size", 256),
-        bits_of(LAYOUTS[name]),
-    )
-    for which in MOMENTS:
-        assert made["unused"][f"{which}_scale"].eq(0).all()
-        assert made["unused"][which].unique().numel() == 1  # the code of zero
-
-
-@each(LAYOUTS)
 def test_memory_report_lists_what_the_rank_holds(two_ranks, name):
     for rank, (layouts, *_) in enumerate(two_ranks):
         states, rows = layouts[name]["states"], layouts[name]["report"]

@@ -110,35 +110,6 @@ def test_state_is_8bit_complete_and_has_no_bytes_but_codes_and_scales(matrix, na
     assert got_bytes == expected_bytes
 
 
-@pytest.mark.parametrize("name", cells([name for name in CELLS if not CELLS[name].stage]))
-def test_state_without_zero_is_8bit_on_every_rank(matrix, name):
-    for rank in matrix.run(name):
-        trained = {n: p for n, p in rank["after"]["parameters"].items() if n != "frozen"}
-        got_bytes = expected_bytes = 0
-        states = rank["after"]["states"]
-        assert len(states) == len(trained)
-        for state in states:
-            tensors = [t for key, t in state.items() if key.startswith("exp_avg")]
-            if "exp_avg_q8" in state:
-                assert {state[f"{which}_q8"].dtype for which in MOMENTS} == {torch.uint8}
-            got_bytes += sum(t.nbytes for t in tensors)
-        for parameter, p in trained.items():
-            quantized = is_quantized(parameter)
-            expected_bytes += bytes_of(p.shape, 0, p.numel()) if quantized else 8 * p.numel()
-        assert got_bytes == expected_bytes
-
-
-@pytest.mark.parametrize("name", cells(CELLS))
-def test_engine_uses_the_wrapper_that_the_cell_is_about(matrix, name):
-    cell = CELLS[name]
-    expected = "DeepSpeedZeroOptimizer" + ("_Stage3" if cell.stage == 3 else "")
-    if cell.stage == 0:
-        expected = "Adam8bitBlockwise" if cell.precision == "fp32" else "FP16_UnfusedOptimizer"
-    if cell.precision == "accum32" and cell.stage == 1:
-        expected = "BF16_Optimizer"
-    assert {rank["wrapper"] for rank in matrix.run(name)} == {expected}
-
-
 @pytest.mark.parametrize("name", cells(CELLS))
 def test_masters_are_in_the_precision_that_the_config_asks_for(matrix, name):
     expected = torch.float32

@@ -8,7 +8,7 @@ from deepspeed.accelerator import get_accelerator
 from muon_in_zero import IN_FLOAT32, LAYOUTS, MUON, OF_DEEPSPEED, WithoutFilters, results
 from muon_worker import STEPS, Known, alone, wrong
 from nests import difference
-from zero_worker import base_optimizer, config, held, make_engine, take_step
+from zero_worker import base_optimizer, config, make_engine, take_step, through_and_resumed
 
 BFLOAT16 = config(dtype={}, **MUON)
 QUICK = ("zero2 offload", "zero3 offload, parts")
@@ -61,20 +61,13 @@ def trained_without_zero() -> dict:
     return found
 
 
-def train_through_and_resumed(folder: str, ds_config: dict) -> tuple:
-    """Return what a run holds that never stopped, and one that was saved and loaded."""
-    engine = make_engine(ds_config, Known())
-    for step in range(2):
-        take_step(engine, step)
-    engine.save_checkpoint(folder, tag="muon")
-    for step in range(2, 4):
-        take_step(engine, step)
-    through = held(engine)
-    engine = make_engine(ds_config, Known())
-    engine.load_checkpoint(folder, tag="muon")
-    for step in range(2, 4):
-        take_step(engine, step)
-    return through, held(engine)
+def run_through_and_resumed(folder: str, ds_config: dict) -> tuple:
+    """Return what `through_and_resumed` does."""
+
+    def steps(engine, is_on):
+        return [take_step(engine, step) for step in range(2 * is_on, 2 * is_on + 2)]
+
+    return through_and_resumed(lambda: make_engine(ds_config, Known()), steps, folder)
 
 
 @pytest.mark.parametrize(
@@ -130,5 +123,5 @@ def test_zero_muon_steps_are_those_of_deepspeeds(stage, standing_ranks):
 )
 def test_zero_muon_resumes_with_the_same_bits(ds_config, standing_ranks, tmp_path):
     arguments = {"folder": str(tmp_path), "ds_config": ds_config}
-    for through, resumed in standing_ranks(2).run(train_through_and_resumed, **arguments):
+    for through, resumed in standing_ranks(2).run(run_through_and_resumed, **arguments):
         assert difference(through, resumed) == ""

@@ -9,7 +9,7 @@ from deepspeed.utils import groups
 from muon_in_zero import MUON
 from nests import difference
 from torch.nn import Linear
-from zero_worker import base_optimizer, config, held, make_engine
+from zero_worker import base_optimizer, config, make_engine, through_and_resumed
 
 from zero8 import Adam8bitBlockwise
 
@@ -50,17 +50,13 @@ def engine_of(name, layers=ACROSS):
     return make_engine(made | {"zero_force_ds_cpu_optimizer": False}, model, optimizer=optimizer)
 
 
-def train(engine, first=0):
-    """Take steps, and return the losses and all ranks' weights by name."""
+def train(engine, is_on=False):
+    """Take steps, and return the losses."""
     dtype = next(engine.module.parameters()).dtype
     rank = engine.grid.get_data_parallel_rank()
-    generator = torch.Generator().manual_seed(100 * first + rank)
+    generator = torch.Generator().manual_seed(1000 * is_on + rank)
     batches = iter(torch.randn(2 * STEPS, 2, 4, 96, generator=generator).to(dtype))
     return [engine.train_batch(batches).item() for _ in range(STEPS)]
-
-
-def weights(engine):
-    return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
 
 def report(engine):
@@ -70,16 +66,14 @@ def report(engine):
 
 def trained_and_resumed(name, folder):
     """Return the tied weight, the report, and how a resumed run differs from one run."""
-    engine = engine_of(name)
-    train(engine)
-    engine.save_checkpoint(folder)
-    saved, rows = weights(engine), report(engine)
-    through = {"losses": train(engine, STEPS), **held(engine)}
-    engine = engine_of(name)
-    engine.load_checkpoint(folder)
-    different = difference(saved, weights(engine))
-    resumed = {"losses": train(engine, STEPS), **held(engine)}
-    return saved[NAME], rows, different or difference(through, resumed)
+    engines = []
+
+    def make():
+        engines.append(engine_of(name))
+        return engines[-1]
+
+    through, resumed = through_and_resumed(make, train, folder)
+    return through["parameters"][NAME], report(engines[0]), difference(through, resumed)
 
 
 def within_one_stage():

@@ -6,9 +6,14 @@ import pytest
 import torch
 from nests import difference
 from torch import nn
-from universal_cuts import convert
-from universal_worker import settings
-from zero_worker import MOMENTS, base_optimizer, batch, config, held, make_engine, take_step
+from zero_worker import (
+    base_optimizer,
+    batch,
+    config,
+    make_engine,
+    take_step,
+    through_and_resumed,
+)
 
 from zero8 import Adam8bitBlockwise, StableEmbedding
 
@@ -48,7 +53,8 @@ def engine_of(ds_config, model=None, **options):
     return make_engine(ds_config, model or Tied(), **options)
 
 
-def train(engine, first=0):
+def train(engine, is_on=False):
+    first = STEPS * is_on
     return [take_step(engine, *batch(step)) for step in range(first, first + STEPS)]
 
 
@@ -58,16 +64,15 @@ def report_of(engine):
 
 
 def trained_and_resumed(name, folder):
-    """Return the report, that of a resumed run, and how its bits differ from those of one run."""
-    engine = engine_of(LAYOUTS[name])
-    train(engine)
-    engine.save_checkpoint(folder)
-    report = report_of(engine)
-    through = {"losses": train(engine, STEPS), **held(engine)}
-    engine = engine_of(LAYOUTS[name])
-    engine.load_checkpoint(folder)
-    resumed = {"losses": train(engine, STEPS), **held(engine)}
-    return report, report_of(engine), difference(through, resumed)
+    """Return reports of a run and of a resumed one, and how their bits differ."""
+    engines = []
+
+    def make():
+        engines.append(engine_of(LAYOUTS[name]))
+        return engines[-1]
+
+    through, resumed = through_and_resumed(make, train, folder)
+    return *map(report_of, engines), difference(through, resumed)
 
 
 @pytest.mark.parametrize(
@@ -117,57 +122,3 @@ def test_zero_stable_embedding_has_float32_moments_however_the_engine_is_made(st
         numel = sum(row[2] for row in rows if row[1] == "in a StableEmbedding")
         assert numel == SHAPE[0] * SHAPE[1], name
         assert {bits for bits, reason, _ in rows if reason == "in a StableEmbedding"} == {32}
-
-
-def saved_embedding(folder, stage):
-    engine = engine_of(config(stage=stage))
-    train(engine)
-    engine.save_checkpoint(folder, tag="saved")
-    return moments_of_embedding(engine)
-
-
-def loaded_embedding(folder, stage):
-    engine = engine_of(settings(stage, "cpu"))
-    engine.load_checkpoint(folder)
-    loaded = moments_of_embedding(engine)
-    train(engine, STEPS)
-    return loaded, report_of(engine)["embed.weight"]
-
-
-def moments_of_embedding(engine):
-    """Return this rank's pieces of both moments, as (first element, values)."""
-    found = {name: [] for name in MOMENTS}
-    for p, stores in base_optimizer(engine).all_moments().items():
-        for store in stores:
-            for number, piece in enumerate(store.table.pieces):
-                if piece.name == "embed.weight":
-                    moment = store.piece(number)
-                    assert moment.scales is None, p.shape
-                    found[store.name].append((piece.first, moment.values.clone()))
-    return found
-
-
-def whole(ranks):
-    """Return both moments of all ranks together."""
-    return {
-        name: torch.cat([v for _, v in sorted(sum((r[name] for r in ranks), []), key=first)])
-        for name in MOMENTS
-    }
-
-
-def first(place):
-    return place[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-def test_zero_stable_embedding_loads_at_another_world_size_with_the_same_bits(
-    stage, standing_ranks, tmp_path
-):
-    folder = str(tmp_path)
-    before = whole(standing_ranks(2).run(saved_embedding, folder=folder, stage=stage))
-    convert(folder)
-    ((loaded, row),) = standing_ranks(1).run(loaded_embedding, folder=folder, stage=stage)
-    assert before["exp_avg"].numel() == SHAPE[0] * SHAPE[1] and before["exp_avg"].any()
-    assert difference(whole([loaded]), before) == ""
-    assert row == (32, "in a StableEmbedding", SHAPE[0] * SHAPE[1])

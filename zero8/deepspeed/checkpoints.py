@@ -12,7 +12,6 @@ DeepSpeed's bugs in loading universal checkpoints, with any optimizer:
   (`zero8.deepspeed.gradients.link`).
 """
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,8 +21,17 @@ import torch
 
 from zero8.deepspeed import load, save
 from zero8.deepspeed.gradients import masters_of
-from zero8.deepspeed.replaced import replaced
-from zero8.deepspeed.seam import BF16, ENGINE, STAGE3, STAGE12, of_engine, rely_on, seam
+from zero8.deepspeed.seam import (
+    BF16,
+    ENGINE,
+    STAGE3,
+    STAGE12,
+    arguments,
+    of_engine,
+    rely_on,
+    replaced,
+    seam,
+)
 from zero8.spec.adam import ADAM
 from zero8.state.keywords import check_refused_keys
 
@@ -70,8 +78,7 @@ def load_verified(original: Callable, engine: Any, *args: Any, **kwargs: Any) ->
 def _instead(
     ours: Callable, folder: str, original: Callable, engine: Any, args: tuple, kwargs: dict
 ) -> Any:
-    options = dict(inspect.signature(original).bind(engine, *args, **kwargs).arguments)
-    del options["self"]
+    options = arguments(original, engine, args, kwargs)
     if not options.get(folder):
         return original(engine, *args, **kwargs)  # which raises
     return ours(engine, original, options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Making an engine: which one makes the optimizer, and what is refused.
+"""Making an engine: which one makes the optimizer, what is refused, and what `assert_active` says.
 
 An engine makes its optimizer in `_configure_optimizer`, from the config's type or from the callable
 given to `deepspeed.initialize`.  An optimizer object given to `deepspeed.initialize` exists before.
@@ -15,8 +15,8 @@ from torch import Tensor
 from zero8.deepspeed import claims
 from zero8.deepspeed.seam import ENGINE, is_ours, rely_on, seam
 from zero8.deepspeed.settings import CheckpointSettings
-from zero8.state import tied
-from zero8.state.params import shape_here
+from zero8.environment.agree import gathered
+from zero8.state.params import shape_here, tied_names
 
 _engine: ContextVar[Any] = ContextVar("engine", default=None)
 _PIPELINE = "deepspeed.runtime.pipe.module:PipelineModule"
@@ -62,18 +62,6 @@ def check_replaced(params: Sequence[Tensor]) -> None:
         )
 
 
-def check_object(engine: Any, client_optimizer: object) -> None:
-    """Raise ValueError if DeepSpeed would refuse our optimizer object; it names the setting."""
-    refused = engine.zero_use_cpu_optimizer() and engine.zero_force_ds_cpu_optimizer()
-    if refused and is_ours(client_optimizer):
-        name = claims.in_config(type(client_optimizer).__name__)
-        raise ValueError(
-            "under offload DeepSpeed by default takes no optimizer object other than its own; set "
-            f"{claims.SETTING} at the top level of the DeepSpeed config, or name the optimizer "
-            f"there: {name} (and give Accelerate a DummyOptim)"
-        )
-
-
 rely_on(_PIPELINE, "get_tied_weights_and_groups")
 
 
@@ -88,7 +76,7 @@ def make_pipeline(original: Callable, pipeline: Any, *args: Any, **kwargs: Any) 
     """Note the weights that a new pipeline ties across its stages."""
     original(pipeline, *args, **kwargs)
     across = {p for p, group in pipeline.get_tied_weights_and_groups() if group.size() > 1}
-    tied.names.update((p, name) for name, p in pipeline.named_parameters() if p in across)
+    tied_names.update((p, name) for name, p in pipeline.named_parameters() if p in across)
 
 
 @seam(
@@ -112,17 +100,10 @@ def check_choice(original: Callable, engine: Any, basic_optimizer: Any) -> Any:
     "deepspeed.runtime.base_optimizer:ZeROOptimizer",
     "_configure_master_weights",
     "bf16 master weights in host memory would need DeepSpeedCPUAdam",
-    "fp16_master_weights_and_gradients",
     "bf16_offload_validator",
 )
 def configure_masters(original: Callable, zero: Any, *args: Any, **kwargs: Any) -> Any:
     """Allow bf16 master weights in host memory, which DeepSpeed's validator allows its own only."""
-    if kwargs.get("fp16_master_weights_and_gradients"):
-        raise ValueError(
-            f"{type(zero.optimizer).__name__} does not work with fp16_master_weights_and_grads: "
-            "float16 weights cannot hold its updates; leave it out, for float32 masters, or use "
-            '"bf16" with "bf16_master_weights_and_grads"'
-        )
     return original(zero, *args, **{**kwargs, "bf16_offload_validator": None})
 
 
@@ -156,3 +137,58 @@ def unsupported_mode(zero_config: Any) -> str | None:
     if offload.device == "nvme" and offload.nvme_path is None:
         return 'offload_optimizer.device "nvme" without "nvme_path": set it to a folder on the disk'
     return None
+
+
+# --- assert_active ------------------------------------------------------------------------------
+
+
+def assert_active(engine: Any) -> None:
+    """Raise on all ranks unless a DeepSpeed engine steps with an optimizer of zero8.
+
+    All ranks must call it: it is a collective.
+
+    Args:
+        engine: the result of `deepspeed.initialize` or of Accelerate's `prepare`.
+
+    Raises:
+        RuntimeError: naming the engine's optimizer, and the setting to change.
+    """
+    found = gathered(_problem(engine))
+    if any(found):
+        problem = next(filter(None, found))
+        ranks = [rank for rank, text in enumerate(found) if text == problem]
+        where = "" if len(ranks) == len(found) else f" (ranks {ranks} of {len(found)})"
+        raise RuntimeError(f"{problem}{where}")
+
+
+def _problem(engine) -> str | None:
+    """Return why the engine does not step with an optimizer of zero8, None if it does."""
+    if not hasattr(engine, "client_optimizer"):
+        return f"assert_active: got a {type(engine).__name__}, expected a DeepSpeed engine"
+    optimizer = innermost(engine.optimizer)
+    if is_ours(optimizer):
+        reason = unsupported_mode(engine._config.zero_config)
+        return reason and f"{type(optimizer).__name__} does not work with this engine: {reason}"
+    name, config_type = type(optimizer).__name__, engine._config.optimizer_name
+    if engine.client_optimizer is not None:
+        why = "it was given to deepspeed.initialize, by your script or by a trainer: " + (
+            "under offload Accelerate replaces optimizer objects unless the DeepSpeed config says "
+            f"{claims.SETTING}"
+            if engine.zero_force_ds_cpu_optimizer()
+            else f"set {claims.in_config()} in the DeepSpeed config, and make no optimizer object"
+        )
+    elif config_type is not None:
+        why = f'the DeepSpeed config says "type": "{config_type}"; set {claims.in_config()}'
+    else:
+        name, why = "no optimizer", f"the DeepSpeed config has none; set {claims.in_config()}"
+    return f"the engine steps with {name}, not with an optimizer of zero8: {why}"
+
+
+def innermost(optimizer: Any) -> Any:
+    """Return the optimizer inside the wrappers of ZeRO, Accelerate and Lightning.
+
+    Lightning's wrapper is an instance of the wrapped class, too; so this does not test the class.
+    """
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer

@@ -92,7 +92,7 @@ class FlatPartition(StateKind):
         found: dict[str, MomentStore] = {}
         for rule in _quantized(algorithm, state):
             store = _store_of(rule, state[rule.name])
-            _check_fits(p, rule, store.table, table)
+            check_places(store.table, table or replace(store.table, numel=p.numel()))
             found[rule.name], like = store, (store.codec, store.table)
         arrived = [
             _encoded(algorithm, p, rule, state[rule.name], like, check_values=self.raises_alone)
@@ -147,16 +147,12 @@ class FlatPartition(StateKind):
         if same_blocks and saved.codec == codec:
             return replace(saved.clone(), table=wanted)
         if rule == self.settings.algorithm.moments[0]:
-            self.note_forms(saved, table)
+            for ours, theirs in pairs:
+                kept = codec, ours.block_size
+                tell_of_reencoding((saved.codec, theirs.block_size), kept)
         store = MomentStore.zeros(codec, rule, wanted)
         store.write(0, saved.read(0, table.numel))
         return store
-
-    def note_forms(self, saved: MomentStore, table: PieceTable) -> None:
-        """Tell of moments that are re-encoded on loading, by a partition's first moment there."""
-        for ours, theirs in zip(table.pieces, saved.table.pieces, strict=True):
-            kept = self.settings.codec, ours.block_size
-            tell_of_reencoding((saved.codec, theirs.block_size), kept)
 
     def contents(self, state: dict) -> Contents:
         """See `StateKind`."""
@@ -246,17 +242,6 @@ def _store_of(rule: MomentRule, moment: MomentTensor) -> MomentStore:
         )
     moment.store.check()
     return moment.store
-
-
-def _check_fits(p: Tensor, rule: MomentRule, table: PieceTable, wanted: PieceTable | None) -> None:
-    """Raise ValueError unless a moment's table fits this partition and `wanted`, if given."""
-    if table.numel != p.numel():
-        raise ValueError(
-            f"{rule.name} of a ZeRO partition: got a moment of {table.numel} elements, expected "
-            f"{p.numel()}"
-        )
-    if wanted is not None:
-        check_places(table, wanted)
 
 
 def _check_alike(stores: Sequence[MomentStore]) -> None:

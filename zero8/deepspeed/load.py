@@ -7,7 +7,7 @@ files.  That is one read of the checkpoint, which then is in the page cache.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +15,8 @@ from torch import distributed
 
 from zero8.deepspeed.layout import is_part, loads_states, reads
 from zero8.deepspeed.parameters import compared
-from zero8.deepspeed.replaced import replaced
 from zero8.deepspeed.save import reason_not_covered, tell_not_covered
+from zero8.deepspeed.seam import replaced
 from zero8.deepspeed.settings import SECTION, CheckpointSettings
 from zero8.environment.agree import from_rank_0, gathered, raise_together
 from zero8.files import tags
@@ -28,35 +28,22 @@ from zero8.state.tell import logger, tell_once
 
 @dataclass(frozen=True)
 class _Choice:
-    """A candidate for loading.
+    """A candidate for loading."""
 
-    Attributes:
-        tag: its name; None if there is nothing to load.
-        manifest: its manifest, if it is complete.
-        problem: why it cannot be loaded, "" if no reason is known.
-        missing: whether it does not exist.
-    """
-
-    tag: str | None
-    manifest: Manifest | None = None
-    problem: str = ""
+    tag: str | None  # None if there is nothing to load
+    manifest: Manifest | None = None  # if it is complete
+    sequence: int = 0  # 0 if unknown
+    problem: str = ""  # why it cannot be loaded, if a reason is known
     missing: bool = False
 
 
 def load(engine, original: Callable, options: dict) -> tuple:
-    """Load a checkpoint; every rank must call it.
+    """Load a checkpoint by the engine's own method; every rank must call it.
 
-    Args:
-        engine: a DeepSpeed engine with our optimizer.
-        original: its `load_checkpoint`.
-        options: the arguments of `load_checkpoint` by their names.
-
-    Raises:
-        ValueError: on all ranks, if files that are needed are damaged or missing, or the tag is
-            incomplete or of another world size; it names each file and the rank that wrote it, and
-            nothing is changed.  Also if the tag has states of other parameters than the engine
-            trains; or if ranks loaded different steps, from a tag without a manifest.
-        FileNotFoundError: on all ranks, if there is no such tag.
+    Raises on all ranks, and has changed nothing then: ValueError for damaged or missing files,
+    naming each and the rank that wrote it, for an incomplete tag, and for one of another world size
+    or of other parameters; FileNotFoundError if there is no such tag.  After a load from a tag
+    without a manifest ValueError says that the ranks have loaded different steps.
     """
     reason = reason_not_covered(engine)
     if not reason and len(set(gathered(options.get("tag")))) > 1:
@@ -104,7 +91,7 @@ def _agreed_tag(engine, options: dict) -> str | None:
         problem = choice.problem or _damages(engine, load_dir, choice, options)
         if not problem:
             break
-        refused.append(_Choice(choice.tag, choice.manifest, problem, choice.missing))
+        refused.append(replace(choice, problem=problem))
         following = from_rank_0(partial(_choice_before, load_dir, refused)) if may_replace else None
         if following is None:
             raise _error(load_dir, refused, from_rank_0(partial(_others, load_dir, refused)))
@@ -145,28 +132,26 @@ def _choice_of(load_dir: Path, name: str) -> _Choice:
     if not folder.is_dir():
         return _Choice(name, problem=f"{folder}: there is no such checkpoint", missing=True)
     tag = tags.tag_at(folder)
+    choice = _Choice(name, sequence=tag.sequence)
     if tag.state == tags.INCOMPLETE:
-        return _Choice(name, problem=f"{folder} is incomplete: saving it was interrupted")
+        return replace(choice, problem=f"{folder} is incomplete: saving it was interrupted")
     if tag.state == tags.DAMAGED:
-        return _Choice(name, problem=f"{tag.problem} (written by rank 0)")
+        return replace(choice, problem=f"{tag.problem} (written by rank 0)")
     if tag.state == tags.UNVERIFIED:
         is_universal = (folder / "zero").is_dir()
         why = "universal checkpoints have none" if is_universal else "it was saved without zero8"
         tell_once(f"{folder} is not verified: it has no manifest, as {why}")
-        return _Choice(name)
-    return _Choice(name, Manifest.read(folder))
+        return choice
+    return replace(choice, manifest=Manifest.read(folder))
 
 
 def _choice_before(load_dir: Path, refused: list[_Choice]) -> _Choice | None:
     """Return the newest complete tag older than all refused ones."""
-    known = [old.manifest.sequence for old in refused if old.manifest]
-    torn = [load_dir / old.tag for old in refused if old.tag and not (old.manifest or old.missing)]
-    known += [tag.sequence for tag in map(tags.tag_at, torn) if tag.sequence]
-    names = {old.tag for old in refused}
+    oldest = min((old.sequence for old in refused if old.sequence), default=None)
     found = [
-        tag.name
-        for tag in tags.complete_tags(load_dir)
-        if tag.name not in names and tag.sequence <= min(known, default=tag.sequence)
+        name
+        for name in _others(load_dir, refused)
+        if oldest is None or tags.tag_at(load_dir / name).sequence <= oldest
     ]
     return _choice_of(load_dir, found[-1]) if found else None
 

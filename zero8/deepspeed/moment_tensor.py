@@ -41,6 +41,7 @@ HEADER = "zero8_moment"
 """The key of the header in a pickled moment, which marks it as one."""
 BUFFERS = ("codes", "scales", "float32")
 """The keys of the buffers in a pickled moment, in the order of `MomentStore.buffers`."""
+_OF_A_PIECE = ("name", "identity", "shape", "first", "start", "numel", "block_size")
 
 
 class MomentTensor(torch.Tensor):
@@ -81,19 +82,15 @@ class MomentTensor(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The moment itself, as any live view; values assigned to that of a shard are encoded."""
+        """The moment itself, as any live view; values assigned to it are encoded."""
         return self.detach()
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        if not self.is_whole:
-            raise NotImplementedError(
-                "got data for a part of an 8-bit moment; use moment.copy_(values) to write it"
-            )
-        if (values.shape, values.device) != (self.shape, self.device):
+        if values.shape != self.shape:
             raise ValueError(
-                f"got data of shape {tuple(values.shape)} on {values.device} for an 8-bit moment, "
-                f"expected {tuple(self.shape)} on {self.device}"
+                f"got data of shape {tuple(values.shape)} for an 8-bit moment of {self.numel()} "
+                "elements"
             )
         self.copy_(values)
 
@@ -127,8 +124,8 @@ class MomentTensor(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         """Run the operations of `_SERVED` on the codes; decode for others that only read."""
         kwargs = kwargs or {}
-        if func in _SERVED:
-            return _SERVED[func](*args, **kwargs)
+        if func in _SERVED and (result := _SERVED[func](*args, **kwargs)) is not NotImplemented:
+            return result
         if any(isinstance(x, MomentTensor) for x in _written(func, args, kwargs)):
             raise NotImplementedError(
                 f"{func} on an 8-bit moment: it would change a decoded copy; use "
@@ -169,18 +166,7 @@ def moment_description(store: MomentStore) -> dict:
         "which": store.name,
         "numel": store.table.numel,
         "written": store.written,
-        "pieces": [
-            {
-                "name": piece.name,
-                "identity": piece.identity,
-                "shape": list(piece.shape),
-                "first": piece.first,
-                "start": piece.start,
-                "numel": piece.numel,
-                "block_size": piece.block_size,
-            }
-            for piece in store.table.pieces
-        ],
+        "pieces": [{key: getattr(one, key) for key in _OF_A_PIECE} for one in store.table.pieces],
     }
 
 
@@ -274,26 +260,13 @@ def _same(x: MomentTensor, *_) -> MomentTensor:
 
 
 def _view(x: MomentTensor, shape) -> Tensor:
-    if list(shape) not in ([-1], [x.numel()]):
-        raise NotImplementedError(
-            f"view{tuple(shape)} of an 8-bit moment of {x.numel()} elements: it is flat; use "
-            "moment.clone().view(...) to read it decoded"
-        )
-    return _same(x)
+    return _same(x) if list(shape) in ([-1], [x.numel()]) else NotImplemented
 
 
 def _slice(x: MomentTensor, dim=0, start=None, end=None, step=1) -> Tensor:
-    if step != 1:
-        raise NotImplementedError(
-            f"a slice of an 8-bit moment with step {step}: only contiguous ranges are views of it; "
-            "use moment.clone() to read it decoded"
-        )
     begin, stop, _ = slice(start, end).indices(x.numel())
-    return MomentTensor(x.store, x.start + begin, max(0, stop - begin), x.dtype)
-
-
-def _clone(x: MomentTensor, **_) -> Tensor:
-    return x.dense()
+    numel = max(0, stop - begin)
+    return MomentTensor(x.store, x.start + begin, numel, x.dtype) if step == 1 else NotImplemented
 
 
 def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -317,10 +290,6 @@ def _fill(x: MomentTensor, value) -> MomentTensor:
     return x
 
 
-def _zero(x: MomentTensor) -> MomentTensor:
-    return _fill(x, 0.0)
-
-
 def _to_copy(x: MomentTensor, *, dtype=None, device=None, non_blocking=False, **_) -> Tensor:
     dtype = x.dtype if dtype is None else dtype
     device = x.device if device is None else torch.device(device)
@@ -334,27 +303,17 @@ def _record_stream(x: MomentTensor, stream) -> None:
         buffer.record_stream(stream)
 
 
-def _is_pinned(x: MomentTensor, device=None) -> bool:
-    return x.store.codes.is_pinned()
-
-
-def _pin(x: MomentTensor, device=None) -> MomentTensor:
-    return MomentTensor(x.store.pinned(), dtype=x.dtype)
-
-
 _SERVED = {
     aten.detach.default: _same,
     aten.alias.default: _same,
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
     aten.slice.Tensor: _slice,
-    aten.clone.default: _clone,
+    aten.clone.default: lambda x, **_: x.dense(),
     aten.copy_.default: _copy,
     aten.fill_.Scalar: _fill,
     aten.fill_.Tensor: _fill,
-    aten.zero_.default: _zero,
+    aten.zero_.default: lambda x: _fill(x, 0.0),
     aten._to_copy.default: _to_copy,
     aten.record_stream.default: _record_stream,
-    aten.is_pinned.default: _is_pinned,
-    aten._pin_memory.default: _pin,
 }

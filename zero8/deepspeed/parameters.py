@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from zero8.deepspeed.layout import loads_states
-from zero8.deepspeed.replaced import replaced
+from zero8.deepspeed.seam import replaced
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Of the parameters of a group, by name, in their order."""
@@ -18,15 +18,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @contextmanager
 def compared(engine, options: dict) -> Iterator[None]:
-    """Have the engine's load in the block raise before it changes anything, if parameters differ.
-
-    Args:
-        engine: a DeepSpeed engine.
-        options: the arguments of its `load_checkpoint`.
-
-    Raises:
-        ValueError: in the block, if the checkpoint's parameters are not the engine's.
-    """
+    """Have the engine's load in the block raise ValueError, and change nothing, if they differ."""
     read = engine.checkpoint_engine.load
 
     def loaded(path, *args, **kwargs):

@@ -17,7 +17,7 @@ from pathlib import Path
 from torch import distributed
 
 from zero8.deepspeed.layout import is_part, swap_folder
-from zero8.deepspeed.replaced import replaced
+from zero8.deepspeed.seam import replaced
 from zero8.deepspeed.settings import CheckpointSettings
 from zero8.environment.agree import from_rank_0, gathered
 from zero8.files import tags
@@ -48,17 +48,10 @@ def tell_not_covered(reason: str) -> None:
 
 
 def save(engine, original: Callable, options: dict) -> bool:
-    """Save a checkpoint; every rank must call it.
+    """Save a checkpoint by the engine's own method; every rank must call it.
 
-    Args:
-        engine: a DeepSpeed engine with our optimizer.
-        original: its `save_checkpoint`.
-        options: the arguments of `save_checkpoint` by their names.
-
-    Raises:
-        OSError: on all ranks, if one of them could not write; it names the file and the rank.
-            Also if another process saves into the same folder.
-        ValueError: on all ranks, if two of them would write the same file.
+    Raises on all ranks: OSError, naming file and rank, if one could not write, or if another
+    process saves into the folder; ValueError if two of them would write the same file.
     """
     tag = options.get("tag")
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
@@ -112,18 +105,12 @@ def _check_unshared(paths_of_ranks: list[list[str]]) -> None:
 
 
 class _Record:
-    """The files that a rank has written during a save, and its first error.
-
-    Attributes:
-        error: the first error, or None.
-        text: its message, with the file; "" if there is none.
-        is_of_caller: whether DeepSpeed rejected the arguments of the save.
-    """
+    """The files that a rank has written during a save, and its first error, which `text` tells."""
 
     def __init__(self, engine, folder: Path):
         self.error: Exception | None = None
         self.text = ""
-        self.is_of_caller = False
+        self.is_of_caller = False  # whether DeepSpeed rejected the arguments of the save
         self._engine, self._folder, self._paths = engine, folder, set()
         self._has_written = False
 

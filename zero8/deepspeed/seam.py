@@ -11,7 +11,8 @@ argument.  `zero8.deepspeed.seams` checks all seams before it patches any.
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -40,6 +41,23 @@ def of_zero(zero: Any, *_: Any, **__: Any) -> object:
 def of_engine(engine: Any, *_: Any, **__: Any) -> object:
     """Return the optimizer of an engine, whose method is called."""
     return getattr(engine, "basic_optimizer", None)
+
+
+def arguments(original: Callable, owner: object, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """Return the arguments of a call of a method by their names, without `self`."""
+    _, *named = inspect.signature(original).bind(owner, *args, **kwargs).arguments.items()
+    return dict(named)
+
+
+@contextmanager
+def replaced(thing: object, name: str, value: object) -> Iterator[None]:
+    """Override an attribute of an object, not of its class, during the block."""
+    assert name not in vars(thing), name
+    setattr(thing, name, value)
+    try:
+        yield
+    finally:
+        delattr(thing, name)
 
 
 @dataclass(frozen=True)

@@ -68,19 +68,15 @@ def install_early(_: Any) -> None:
     ENGINE,
     "_configure_optimizer",
     "optimizers could not tell that an engine makes them",
-    "client_optimizer",
     optimizer=None,
     is_early=True,
 )
-def configure_optimizer(
-    original: Any, engine: Any, client_optimizer: Any, *args: Any, **kwargs: Any
-) -> Any:
+def configure_optimizer(original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Make an engine's optimizer, which may be the first of the process."""
     if classes:
         install()
-    constructing.check_object(engine, client_optimizer)
     with constructing.noted(engine):
-        return original(engine, client_optimizer, *args, **kwargs)
+        return original(engine, *args, **kwargs)
 
 
 def add_op(all_ops: Any) -> None:

@@ -19,7 +19,6 @@ from torch import Tensor
 from zero8.deepspeed.gradients import masters_of
 from zero8.deepspeed.moment_tensor import MomentTensor, moments_in
 from zero8.deepspeed.seam import BF16, STAGE12, seam
-from zero8.state.store import MomentStore
 
 _VIEWS = "safe_get and safe_set would use stale views, or hang"
 
@@ -110,7 +109,4 @@ def _page_locked(moment: MomentTensor, non_blocking: bool) -> MomentTensor:
         target = get_accelerator().pin_empty_like(buffer, device="cpu")
         return target.copy_(buffer, non_blocking=non_blocking)
 
-    store = moment.store
-    copies = (copied(buffer) for buffer in store.buffers)
-    store = MomentStore(store.codec, store.rule, store.table, *copies, store.written)
-    return MomentTensor(store, dtype=moment.dtype)
+    return MomentTensor(moment.store.with_buffers(copied), dtype=moment.dtype)

@@ -3,21 +3,65 @@
 
 aio does not report failed transfers.  So disk blocks are allocated before a write, file sizes are
 checked before a read, and misaligned buffers raise.
+
+DeepSpeed numbers the files from a counter of the process, so two jobs with one `nvme_path` use the
+same names, while engines of one process do not.  So a process locks its folder until it ends, in
+any way.  The lock lies beside the folder, whose files DeepSpeed copies into every checkpoint.
 """
 
 import errno
 import os
 import weakref
 from dataclasses import dataclass, field
+from io import FileIO
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from zero8.deepspeed import swap_file
-from zero8.state.store import MomentStore
+from zero8.environment import flock
 
 SECTOR_BYTES = 512
 """Buffers must be aligned to this.  Some disks want more; DeepSpeed aligns to 1024."""
+
+_locked: dict[Path, FileIO] = {}
+
+
+def lock(folder: str) -> None:
+    """Lock a folder for this process; raise OSError, with its holder, if another has the lock."""
+    path = Path(f"{Path(folder).resolve()}.flock")
+    if path in _locked:
+        return
+    file = flock.opened(path)
+    if not flock.take_where_possible(file):
+        with file:
+            raise OSError(
+                errno.EBUSY,
+                f"in use: {flock.holder(file)} keeps its optimizer states there; give each job an "
+                "nvme_path of its own",
+                folder,
+            )
+    _locked[path] = file
+
+
+def reserve(path: str, num_bytes: int) -> None:
+    """Allocate disk blocks for a file, so that writing this many bytes cannot find the disk full.
+
+    Raises OSError if there is no room; it names the file.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        if os.fstat(descriptor).st_size < num_bytes:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        free = os.statvfs(path)
+        raise OSError(
+            error.errno or errno.EIO,
+            f"{error.strerror}: {num_bytes} bytes are needed, {free.f_bavail * free.f_frsize} free",
+            str(path),
+        ) from error
+    finally:
+        os.close(descriptor)
 
 
 class CheckedHandle:
@@ -38,7 +82,7 @@ class CheckedHandle:
 
     def async_pwrite(self, buffer: Tensor, path: str, offset: int) -> int:
         """Begin to write; raise OSError if the disk is full."""
-        return self._begin(self._handle.async_pwrite, swap_file.reserve, buffer, path, offset)
+        return self._begin(self._handle.async_pwrite, reserve, buffer, path, offset)
 
     def wait(self) -> int:
         """Wait for all transfers begun, and return their number."""
@@ -69,12 +113,10 @@ def _check_size(path: str, end: int) -> None:
 
 @dataclass(eq=False)
 class Buffer:
-    """Page-locked memory for the state of one sub-group at a time.
+    """Page-locked memory for the state of one sub-group at a time; shape (bytes,) uint8.
 
-    Attributes:
-        memory: (bytes,) uint8.
-        users: the moments that are views of it.  Callers of `safe_get_local_optimizer_state` may
-            hold one after its swap-out.
+    `users` are the moments that are views of it.  Callers of `safe_get_local_optimizer_state` may
+    hold one after its swap-out.
     """
 
     memory: Tensor
@@ -86,10 +128,6 @@ class Buffer:
             for name in ("codes", "scales", "dense"):
                 setattr(store, name, getattr(store, name).clone())
         self.users.clear()
-
-    def lend(self, stores: list[MomentStore]) -> None:
-        """Register moments that are views of it."""
-        self.users += [weakref.ref(store) for store in stores]
 
 
 class BufferPool:
@@ -111,8 +149,7 @@ class BufferPool:
                 buffer.evict()
                 return buffer
         example = torch.empty(0, dtype=torch.uint8, device="cpu")
-        memory = self._handle.new_cpu_locked_tensor(self.size_bytes, example)
-        self._all.append(Buffer(memory))
+        self._all.append(Buffer(self._handle.new_cpu_locked_tensor(self.size_bytes, example)))
         return self._all[-1]
 
     def give_back(self, buffer: Buffer) -> None:

@@ -10,6 +10,7 @@ buffer.
 """
 
 import os
+import weakref
 
 import torch
 from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
@@ -17,14 +18,14 @@ from deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper import Partitio
 from deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper import PipelinedOptimizerSwapper
 from torch import Tensor
 
-from zero8.deepspeed import swap_file, swap_lock
+from zero8.deepspeed import swap_file, swap_io
 from zero8.deepspeed.flat_state import FlatPartition
+from zero8.deepspeed.moment_tensor import moments_in
 from zero8.deepspeed.seam import overrides
 from zero8.deepspeed.swap_file import BLOCK_BYTES, Layout, SwapHeader
 from zero8.deepspeed.swap_io import Buffer, BufferPool, CheckedHandle
-from zero8.environment.agree import raise_together_quickly
+from zero8.environment.agree import raise_together, raise_together_quickly
 from zero8.state.entries import is_new, others_in
-from zero8.state.store import MomentStore
 
 _SWAP = "deepspeed.runtime.swap_tensor"
 SWAPPER = f"{_SWAP}.optimizer_utils:OptimizerSwapper"
@@ -43,7 +44,12 @@ class SwapsStates(OptimizerSwapper):
 
     def _begin(self) -> None:
         """Finish the constructor; raise OSError on all ranks if another process has a folder."""
-        swap_lock.take_on_all(self.swap_folder)
+        error = None
+        try:
+            swap_io.lock(self.swap_folder)
+        except OSError as caught:
+            error = caught
+        raise_together(error, "keep optimizer states on NVMe")
         for kind in self.kinds:
             kind.before_exchange = self.agree
         parallelism = self.aio_config["intra_op_parallelism"]
@@ -59,15 +65,12 @@ class SwapsStates(OptimizerSwapper):
         """Return the name of the file of a sub-group's state."""
         return os.path.join(folder or self.swap_folder, f"zero8-{parameter.ds_id}.tensor.swp")
 
-    def weights_path(self, parameter: Tensor, folder: str) -> str:
-        """Return the name of DeepSpeed's file of a sub-group's master weights in a folder."""
-        (weights, *_) = self.swap_params_info[parameter.ds_id].get_swap_paths()
-        return os.path.join(folder, os.path.basename(weights))
-
-    def weights_bytes(self, parameter: Tensor) -> int:
-        """Return the size of DeepSpeed's file of a sub-group's master weights."""
-        numel = self.swap_params_info[parameter.ds_id].numel()
-        return self._io_aligned_numel(numel) * self.swap_element_size
+    def weights_file(self, parameter: Tensor, folder: str) -> tuple[str, int]:
+        """Return DeepSpeed's file of a sub-group's master weights in a folder, and its size."""
+        info = self.swap_params_info[parameter.ds_id]
+        (weights, *_) = info.get_swap_paths()
+        size = self._io_aligned_numel(info.numel()) * self.swap_element_size
+        return os.path.join(folder, os.path.basename(weights)), size
 
     def planned_layout(self, parameter: Tensor) -> Layout:
         """Return the layout that the file of a sub-group's state will have."""
@@ -75,9 +78,8 @@ class SwapsStates(OptimizerSwapper):
         numel = self.swap_params_info[parameter.ds_id].numel()
         kind = self._kind_of(parameter)
         table, settings = kind.table(parameter, numel), kind.settings
-        rules = settings.algorithm.moments
-        like = tuple(MomentStore.zeros(settings.codec, rule, table, "meta") for rule in rules)
-        return Layout(like, numel if settings.corrects(parameter) else 0)
+        correction_numel = numel if settings.corrects(parameter) else 0
+        return Layout(kind.algorithm, settings.codec, table, correction_numel)
 
     def _kind_of(self, parameter: Tensor) -> FlatPartition:
         """Return the kind of a sub-group's state, which may be swapped out."""
@@ -107,7 +109,7 @@ class SwapsStates(OptimizerSwapper):
     def reserve(self, parameter: Tensor) -> None:
         """Reserve the disk space for a sub-group's state, and size the buffers for it."""
         num_bytes = self.planned_layout(parameter).file_bytes(self._alignment_bytes)
-        swap_file.reserve(self.state_path(parameter), num_bytes)
+        swap_io.reserve(self.state_path(parameter), num_bytes)
         self._pool.size_bytes = max(self._pool.size_bytes, num_bytes)
 
     @overrides(SWAPPER)
@@ -186,7 +188,7 @@ class SwapsStates(OptimizerSwapper):
         if found is None:
             return
         state, layout = found
-        buffer.lend([state[like.name].store for like in layout.like])
+        buffer.users += [weakref.ref(moment.store) for moment in moments_in(state).values()]
         if layout is known:
             self._resident[key] = buffer
             if layout.correction_numel:
@@ -217,8 +219,8 @@ class SwapsStates(OptimizerSwapper):
         # Encodes moments that were loaded in float32, and resets the memory of written ones.
         kind.moments(parameter, state, None)
         layout, left = self._layouts.get(key), None
-        if layout is None or not layout.fits(state):
-            layout = self._layouts[key] = Layout.of_state(state)
+        if layout != (found := Layout.of_state(state)):
+            layout = self._layouts[key] = found
             left = self._resident.pop(key, None)
         size = layout.file_bytes(self._alignment_bytes)
         if key not in self._resident:
@@ -342,3 +344,10 @@ class PipelinedSwapper(SwapsStates, PipelinedOptimizerSwapper):
         super()._complete_swap_out(swap_out_type)
         if buffer is not None:
             self._pool.give_back(buffer)
+
+
+OURS = {
+    PartitionedOptimizerSwapper: PartitionedSwapper,
+    PipelinedOptimizerSwapper: PipelinedSwapper,
+}
+"""Our swappers, by DeepSpeed's in whose place they are made."""

@@ -6,7 +6,6 @@ restore learning rate, loss scale and the sub-groups too small to be swapped.  H
 rank raises on all, before anything is changed.
 """
 
-import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +16,9 @@ from torch import Tensor
 from zero8.deepspeed import swap_file
 from zero8.deepspeed.flat_state import check_places
 from zero8.deepspeed.layout import swap_folder
-from zero8.deepspeed.seam import ENGINE, STAGE3, of_engine, seam
+from zero8.deepspeed.moment_tensor import moments_in
+from zero8.deepspeed.seam import ENGINE, STAGE3, arguments, of_engine, seam
 from zero8.environment.agree import raise_together_quickly
-from zero8.state.store import MomentStore
-from zero8.state.table import PieceTable
 
 if TYPE_CHECKING:
     from zero8.deepspeed.swapper import SwapsStates
@@ -36,26 +34,20 @@ def is_swapping(zero: Any) -> bool:
 # --- Swappers ------------------------------------------------------------------------------------
 
 _CODES = "8-bit states could not be swapped"
+_STAGE3_FILE = STAGE3.partition(":")[0]
 
 
 def _of_arguments(*_: Any, **kwargs: Any) -> object:
     return kwargs.get("optimizer")
 
 
-@seam(STAGE3.partition(":")[0], "PartitionedOptimizerSwapper", _CODES, optimizer=_of_arguments)
-def partitioned(original: type, *args: Any, **kwargs: Any) -> Any:
-    """Make our swapper of one sub-group at a time."""
-    from zero8.deepspeed import swapper
+@seam(_STAGE3_FILE, "PartitionedOptimizerSwapper", _CODES, optimizer=_of_arguments)
+@seam(_STAGE3_FILE, "PipelinedOptimizerSwapper", _CODES, optimizer=_of_arguments)
+def make_swapper(original: type, *args: Any, **kwargs: Any) -> Any:
+    """Make our swapper of the same kind."""
+    from zero8.deepspeed.swapper import OURS
 
-    return swapper.PartitionedSwapper(*args, **kwargs)
-
-
-@seam(STAGE3.partition(":")[0], "PipelinedOptimizerSwapper", _CODES, optimizer=_of_arguments)
-def pipelined(original: type, *args: Any, **kwargs: Any) -> Any:
-    """Make our swapper that reads and writes during steps."""
-    from zero8.deepspeed import swapper
-
-    return swapper.PipelinedSwapper(*args, **kwargs)
+    return OURS[original](*args, **kwargs)
 
 
 @seam(
@@ -115,10 +107,6 @@ def post_step(original: Callable, zero: Any, *args: Any, **kwargs: Any) -> Any:
 # --- Checkpoints ---------------------------------------------------------------------------------
 
 
-SavedMoment = tuple[MomentStore, PieceTable]
-"""A sub-group's first moment in a checkpoint, on the meta device, and its segment table here."""
-
-
 @seam(
     ENGINE,
     "_load_checkpoint",
@@ -133,16 +121,17 @@ def load(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Check swap files before they are loaded, and load what is not in them, too."""
     if not is_swapping(engine.optimizer):
         return original(engine, *args, **kwargs)
-    options = inspect.signature(original).bind(engine, *args, **kwargs).arguments
-    moments = _check(engine, options["load_dir"], options["tag"], options)
+    options = arguments(original, engine, args, kwargs)
+    place = options["load_dir"], options["tag"]
+    _check(engine, *place, options)
     engine.optimizer.optimizer_swapper.expect_other_files()
     result = original(engine, *args, **kwargs)
-    _restore(engine, options["load_dir"], options["tag"], moments)
+    _restore(engine, *place)
     return result
 
 
-def _check(engine: Any, load_dir: str, tag: str, options: dict) -> list[SavedMoment]:
-    """Check every file that this rank will load; return the first moment in each swap file.
+def _check(engine: Any, load_dir: str, tag: str, options: dict) -> None:
+    """Check every file that this rank will load.
 
     Raises OSError on all ranks, if one misses a file; ValueError on all, if a file of one is
     damaged, or of another model or world size, or if a part of the checkpoint is asked for.
@@ -153,19 +142,18 @@ def _check(engine: Any, load_dir: str, tag: str, options: dict) -> list[SavedMom
             "can only load all of a checkpoint with states on NVMe; load all, or save the weights "
             "separately with save_16bit_model"
         )
-    error, found = None, []
+    error = None
     try:
         _zero_file(engine, load_dir, tag)
         folder = swap_folder(engine, load_dir, tag)
         for parameter in _swapped(engine.optimizer):
-            found += _check_files(engine.optimizer.optimizer_swapper, parameter, folder)
+            _check_files(engine.optimizer.optimizer_swapper, parameter, folder)
     except (OSError, ValueError) as caught:
         error = caught
     raise_together_quickly(error, f"load the checkpoint {Path(load_dir, tag)}")
-    return found
 
 
-def _restore(engine: Any, load_dir: str, tag: str, moments: list[SavedMoment]) -> None:
+def _restore(engine: Any, load_dir: str, tag: str) -> None:
     """Load everything that is not in swap files, which DeepSpeed reads at the next step."""
     zero = engine.optimizer
     path = str(_zero_file(engine, load_dir, tag))
@@ -174,11 +162,6 @@ def _restore(engine: Any, load_dir: str, tag: str, moments: list[SavedMoment]) -
     zero.dynamic_loss_scale = saved["dynamic_loss_scale"]
     zero.overflow = saved["overflow"]
     zero._set_fp32_optimizer_param_groups()
-    # `load_state_dict` logs the re-encoded states; swapped ones are re-encoded at their swap-in.
-    for store, table in moments:
-        for kind in zero.optimizer_swapper.kinds:
-            if store.rule in kind.algorithm.moments:
-                kind.note_forms(store, table)
     zero.optimizer.load_state_dict(saved["optimizer_state_dict"])
     zero._clear_fp32_optimizer_param_groups()
     for number, weights in enumerate(zero.fp32_partitioned_groups_flat):
@@ -207,9 +190,9 @@ def _zero_file(engine: Any, load_dir: str, tag: str) -> Path:
     return found[0]
 
 
-def _check_files(swapper: "SwapsStates", parameter: Tensor, folder: str) -> Iterator[SavedMoment]:
-    """Check a sub-group's files, and yield its first moment if there is a state."""
-    weights, expected = swapper.weights_path(parameter, folder), swapper.weights_bytes(parameter)
+def _check_files(swapper: "SwapsStates", parameter: Tensor, folder: str) -> None:
+    """Check a sub-group's files."""
+    weights, expected = swapper.weights_file(parameter, folder)
     path = swapper.state_path(parameter, folder)
     for needed in (weights, path):
         if not Path(needed).exists():
@@ -226,10 +209,8 @@ def _check_files(swapper: "SwapsStates", parameter: Tensor, folder: str) -> Iter
     if found is not None:
         state, layout = found
         try:
-            for like in layout.like:
-                state[like.name].store.check_values()
-            planned = swapper.planned_layout(parameter)
-            check_places(layout.table, planned.table)
+            for moment in moments_in(state).values():
+                moment.store.check_values()
+            check_places(layout.table, swapper.planned_layout(parameter).table)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
-        yield layout.like[0], planned.table

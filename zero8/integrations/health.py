@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zero8.checkpoint.read.statistics import NUM_CODES, MomentCounts
-from zero8.deepspeed.active import innermost
+from zero8.deepspeed.constructing import innermost
 from zero8.environment import numbers
 from zero8.optimizer.blockwise import BlockwiseOptimizer
 from zero8.spec.adam import ADAM

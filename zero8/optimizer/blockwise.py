@@ -15,7 +15,6 @@ from torch.optim.optimizer import ParamsT
 from zero8.deepspeed import claims, seams
 from zero8.deepspeed.constructing import check_replaced, constructing_engine, global_shape
 from zero8.environment.versions import warn_if_untested
-from zero8.fsdp.meshes import process_groups
 from zero8.op import kernel
 from zero8.op.devices import DEVICES
 from zero8.optimizer import notices
@@ -29,6 +28,7 @@ from zero8.spec.algorithm import Algorithm
 from zero8.spec.options import plain
 from zero8.spec.shown import shown_keys
 from zero8.state import keywords
+from zero8.state.fsdp import process_groups
 from zero8.state.grads import deep_copied, has_other_dtype
 from zero8.state.kind import StateKind
 from zero8.state.memory_report import MemoryReport

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from zero8.environment import numbers
-from zero8.fsdp.meshes import parts_of_grads
 from zero8.op import norm
+from zero8.state.fsdp import parts_of_grads
 
 CHANGED = (
     "gradients have changed since clip_grad_norm_(), whose factor was for those before: call it "

@@ -11,14 +11,13 @@ from torch.nn.parameter import is_lazy
 
 from zero8.deepspeed.flat_state import FlatPartition
 from zero8.environment import numbers
-from zero8.fsdp.flattened import FlattenedTensor
-from zero8.fsdp.sharded import ShardedTensor
 from zero8.optimizer.check import check_new, check_replaceable
 from zero8.optimizer.loading import as_torch_casts
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.options import plain
 from zero8.state import keywords
 from zero8.state.entries import first_entries, is_new, others_in, param_states
+from zero8.state.fsdp import FlattenedTensor, ShardedTensor
 from zero8.state.grads import grad_bytes_by_dtype
 from zero8.state.header import Entries
 from zero8.state.kind import StateKind, kind_of

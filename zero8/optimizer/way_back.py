@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zero8.deepspeed.active import innermost
+from zero8.deepspeed.constructing import innermost
 from zero8.deepspeed.moment_tensor import HEADER, MomentTensor, is_pickled_moment, moments_in
 from zero8.optimizer.blockwise import BlockwiseOptimizer
 from zero8.spec.algorithms import algorithm_called

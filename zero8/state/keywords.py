@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the keywords of the optimizer; every error says what to do instead."""
 
+import difflib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from zero8.spec.algorithm import Algorithm
@@ -10,7 +11,6 @@ from zero8.spec.codec import DEFAULT_CODEC, codec_named
 from zero8.spec.options import check_flag
 from zero8.spec.segment import Rounding
 from zero8.spec.shown import shown
-from zero8.state.other_names import hint
 from zero8.state.policy import Policy
 from zero8.state.settings import Settings
 
@@ -27,6 +27,28 @@ REFUSED_KEYS = {
     "capturable": (False, "zero8 does not step inside CUDA graphs"),
     "differentiable": (False, "the step is not differentiable"),
 }
+
+_BETAS = "Did you mean 'betas', as in betas=(0.9, 0.999)?"
+
+ADVICE = {
+    # bitsandbytes
+    "optim_bits": "Leave it out: moments are 8-bit, except those that fp32_params names.",
+    "args": "Leave it out: every setting is a keyword.",
+    "block_wise": "Leave it out: every block of block_size elements has a scale.",
+    "percentile_clipping": "Leave it out, and clip by torch.nn.utils.clip_grad_norm_.",
+    "is_paged": "Leave it out: DeepSpeed's offload_optimizer or FSDP2's CPUOffloadPolicy keeps "
+    "states in host memory.",
+    # torchao
+    "compile_backend": "Leave it out: the kernel is C++, compiled without torch.compile.",
+    "bf16_stochastic_round": "Did you mean 'stochastic_rounding'?  It is on by default.",
+    # Trainers, papers and other frameworks
+    "wd": "Did you mean 'weight_decay'?",
+    "learning_rate": "Did you mean 'lr'?",
+    "beta1": _BETAS,
+    "beta2": _BETAS,
+    "momentum": _BETAS,
+}
+"""What to do with the keywords of other libraries, in sentences."""
 
 ROUNDINGS = {
     "auto": Rounding.DITHER,
@@ -76,13 +98,22 @@ def check_other_keys(algorithm: Algorithm, class_name: str, others: Mapping[str,
             valid = (*algorithm.keywords, *OWN_KEYS)
             texts = (
                 f"unknown parameter {key!r} for {class_name}.",
-                hint(key, valid),
+                _hint(key, valid),
                 f"Valid ones are {', '.join(valid)}; accepted without effect: "
                 f"{', '.join(no_effect)}",
             )
             raise ValueError("  ".join(filter(None, texts)))
         if value:
             logger.warning("%s=%r has no effect on %s", key, value, class_name)
+
+
+def _hint(key: str, valid: Sequence[str]) -> str:
+    """Return advice on an unknown keyword, "" if it resembles none."""
+    advice = ADVICE.get(key)
+    if advice and (advice is not _BETAS or "betas" in valid):
+        return advice
+    near = difflib.get_close_matches(key.lower(), valid, n=1)
+    return f"Did you mean {near[0]!r}?" if near else ""
 
 
 def check_refused_keys(class_name: str, values: Mapping[str, Any]) -> None:

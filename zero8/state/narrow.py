@@ -63,18 +63,9 @@ def grouped(
     """Return codes, and scales of groups, of a moment that has scales of rows.
 
     Rows of a group that a former shard boundary cut have different scales: they are decoded and
-    encoded again together, each moment within half a code.  All other codes are kept.
-
-    Args:
-        code: the code of this moment.
-        codes: (rows, bytes) uint8, as they are stored.
-        scales: (rows, 1, *code.scale_shape) float32.
-        extent: the part.
-        parameter: the whole parameter as a piece.
-
-    Returns:
-        codes: in the shape of the argument.
-        scales: (groups touched, 1, *code.scale_shape) float32.
+    encoded again together, each moment within half a code.  All other codes are kept.  Codes are as
+    they are stored, (rows, bytes) uint8; scales (rows, 1, *code.scale_shape) float32, returned for
+    the groups touched.  `parameter` is the whole one as a piece.
     """
     group = _group_of_row(extent, parameter.block_size).to(scales.device)
     of_group = _scales_of_groups(scales, group)

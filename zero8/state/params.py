@@ -9,9 +9,19 @@ from typing import Any
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero8.spec import dither
-from zero8.state import float32_modules, tied
+from zero8.state import float32_modules
+
+TIED = "tied across pipeline stages"
+tied_names = WeakTensorKeyDictionary()
+"""Weights of which several stages of a pipeline have a copy, with their names, which are the same.
+
+All copies must take the same steps.  Each stage cuts its parameters among its ranks at other
+places, and a block that is cut has two scales, so that the codes of the copies would differ.
+Float32 moments have no blocks.
+"""
 
 Group = dict[str, Any]
 """A parameter group of an optimizer."""
@@ -136,8 +146,8 @@ class KnownParams:
                     # FSDP2 takes it out of its module between forward and backward.
                     self._why_float32[p] = float32_modules.REASON
                 why = float32_modules.REASON if p in in_modules else self._why_float32.get(p, "")
-                if p in tied.names:
-                    name, why = name or tied.names[p], why or tied.REASON
+                if p in tied_names:
+                    name, why = name or tied_names[p], why or TIED
                 index += 1
                 if p not in infos:  # a group may have it twice
                     infos[p] = ParamInfo(name, index, shape_here(p), why)

@@ -42,6 +42,7 @@ from zero8.state import narrow
 from zero8.state.entries import codes_key
 from zero8.state.extent import Box, Extent, local
 from zero8.state.header import Entries, StateHeader
+from zero8.state.memory import unknown_memory
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 
@@ -101,6 +102,42 @@ class PlainState:
             dense = store.dense if store.codec is None else store.read(0, store.table.numel)
             entries[store.name] = extent.entry(dense, extent.shape, extent.box)
         return entries
+
+    def take_assigned(self, name: str, *, check_values: bool) -> None:
+        """Encode the moments that other code has assigned beside codes, and make its step an int.
+
+        Moments that are kept in float32 are brought into the form of entries, if they have another.
+        Raises ValueError if a moment or the step does not fit; nothing has changed then.
+        """
+        entries, extent = self.entries, self.extent
+        header = StateHeader.of(entries, name)
+        step, is_encoded = checked_step(entries), header.codec is not None
+        moments = {}
+        for rule in header.algorithm.moments:
+            value = entries.get(rule.name)
+            is_kept = (
+                isinstance(value, Tensor)
+                and value.dtype == torch.float32
+                and extent.has_form(value)
+            )
+            if rule.name in entries and (is_encoded or not is_kept):
+                if isinstance(value, Tensor) and tuple(value.shape) == extent.local_shape:
+                    value = extent.entry(local(value.detach()), extent.shape, extent.box)
+                given = {rule.name: value}
+                moments[rule.name] = dense_part(
+                    given, rule, extent, name, check_values=check_values
+                )
+        stores = self.stores(name) if is_encoded and moments else []
+        entries["step"] = step
+        for store in stores:
+            if store.name in moments:
+                store.write(0, moments[store.name])
+                del entries[store.name]
+        if not is_encoded:
+            for key, values in moments.items():
+                entries[key] = extent.entry(values.float(), extent.shape, extent.box)
+        if moments:
+            entries |= unknown_memory(header.algorithm)
 
     @classmethod
     def local(cls, saved: Entries, extent: Extent, name: str) -> "PlainState":

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The storage of one moment over a segment table."""
 
+import ctypes
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -16,11 +18,13 @@ from zero8.spec.faults import fault, fault_of_values
 from zero8.spec.grid import UNITS
 from zero8.spec.packing import packed, unpacked
 from zero8.spec.segment import Moment
-from zero8.state.huge_pages import advise_huge
 from zero8.state.table import Piece, PieceTable
 
 CHUNK_NUMEL = 1 << 22
 """About how many elements are encoded or decoded at once, with temporaries of 110 bytes each."""
+
+HUGE_PAGE_BYTES = 2 * 2**20
+_MADV_HUGEPAGE = 14  # linux/mman.h
 
 
 @dataclass
@@ -137,18 +141,15 @@ class MomentStore:
     ) -> "MomentStore":
         """Return the store on a device; itself if it is there already, unless `copy` is set."""
         # torch decides whether it is there: "cuda" may be "cuda:0".
-        moved = self._with(lambda t: t.to(device, non_blocking=non_blocking, copy=copy))
+        moved = self.with_buffers(lambda t: t.to(device, non_blocking=non_blocking, copy=copy))
         return self if moved.codes is self.codes else moved
-
-    def pinned(self) -> "MomentStore":
-        """Return a copy in page-locked host memory."""
-        return self._with(Tensor.pin_memory)
 
     def clone(self) -> "MomentStore":
         """Return a store with copies of the buffers."""
-        return self._with(Tensor.clone)
+        return self.with_buffers(Tensor.clone)
 
-    def _with(self, change: Callable[[Tensor], Tensor]) -> "MomentStore":
+    def with_buffers(self, change: Callable[[Tensor], Tensor]) -> "MomentStore":
+        """Return a store with what a function makes of each buffer."""
         codes, scales, dense = map(change, self.buffers)
         return replace(self, codes=codes, scales=scales, dense=dense)
 
@@ -285,3 +286,31 @@ def _filled(
     # torch fills with the threads, and in the contiguous shares, that a step uses, so that each
     # page is near the processor that will work on it.
     return advise_huge(torch.empty(shape, dtype=dtype, device=device)).fill_(value)
+
+
+# --- Huge pages ----------------------------------------------------------------------------------
+
+
+def advise_huge(x: Tensor) -> Tensor:
+    """Ask Linux for huge pages under a CPU tensor that nothing has written to, and return it.
+
+    A step streams through states, and pages of 4 KiB slow it down.
+    """
+    if x.device.type != "cpu" or not x.is_contiguous():
+        return x
+    # Whole huge pages only: the memory beside them belongs to other tensors.
+    begin = -(-x.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    end = (x.data_ptr() + x.nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    madvise = _madvise()
+    if madvise is not None and begin < end:
+        madvise(begin, end - begin, _MADV_HUGEPAGE)
+    return x
+
+
+@lru_cache(maxsize=1)
+def _madvise() -> Callable[[int, int, int], int] | None:
+    if sys.platform != "linux":
+        return None
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return madvise

@@ -5,7 +5,6 @@ import math
 
 from torch import Tensor
 
-from zero8.state.assigned import take_assigned
 from zero8.state.entries import others_in
 from zero8.state.extent import Extent, local
 from zero8.state.header import Entries, StateHeader
@@ -83,7 +82,7 @@ class WholeTensor(StateKind):
         _bring_format_to_host(state)
         parameter = StateHeader.of(state, info.label).piece(info.label)
         plain = PlainState(state, self._extent(p, parameter))
-        take_assigned(plain, info.label, check_values=self.raises_alone)
+        plain.take_assigned(info.label, check_values=self.raises_alone)
         return plain, parameter
 
     def _target(self, p: Tensor, parameter: Piece) -> Target:

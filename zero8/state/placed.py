@@ -11,10 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -22,7 +24,7 @@ from zero8.spec.grid import is_narrow
 from zero8.state.extent import Box, Extent
 from zero8.state.table import Piece
 
-Cut = tuple[Placement, int]
+Cut = tuple[Any, int]
 """A placement that shards a dimension, and the number of parts."""
 
 
@@ -39,11 +41,10 @@ class PlacedExtent(Extent):
     placements: tuple[Placement, ...]
 
     @classmethod
-    def of(cls, p: DTensor, name: str) -> "PlacedExtent":
+    def of(cls, p: Any, name: str) -> "PlacedExtent":
         """Return the extent of the parameter called `name`.
 
-        Raises:
-            ValueError: on all ranks, if the part of one of them is not a box of the parameter.
+        Raises ValueError, on all ranks, if the part of one of them is not a box of the parameter.
         """
         ranges = []
         for dim, size in enumerate(p.shape):
@@ -92,7 +93,7 @@ class PlacedExtent(Extent):
             return False
         in_row = math.prod(self.shape[row + 1 :])
         for at in itertools.product(*map(range, sizes.values())):
-            begin, size = (n * in_row for n in _held(self.shape[dim], cuts, at))
+            begin, size = (n * in_row for n in _held(self.shape[dim], cuts, at) or ())
             block, rest = divmod(begin, parameter.block_size)
             blocks = block, -(-size // parameter.block_size)
             if size and (rest or blocks != _held(scale_shape[row], cuts, at)):
@@ -143,10 +144,7 @@ def _cuts(
 def _held(size: int, cuts: tuple[Cut, ...], at: tuple[int, ...]) -> tuple[int, int] | None:
     """Return (first index, number) of a rank's range of a dimension, None if it is not a range.
 
-    Args:
-        size: of the dimension.
-        cuts: through it.
-        at: the rank's part of each cut.
+    `at` is the rank's part of each cut through the dimension.
     """
     index = torch.arange(size, device="cpu")
     for (placement, number), place in zip(cuts, at, strict=True):

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""PyTorch's FSDP: the kinds of state of its sharded and flattened parameters."""
