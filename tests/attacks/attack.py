@@ -18,7 +18,7 @@ import torch
 from child_process import Answer, answer_of
 from crafted_cases import CHUNK, STEP, metadata
 
-from zero8.files.seal import seal
+from zero8.files.tags import seal
 
 MAX_SECONDS, MAX_MIB = 10.0, 500
 OUTSIDE = "outside"

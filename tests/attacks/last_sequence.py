@@ -12,7 +12,7 @@ from attack import IN_BLOCK, Attack, checkpoint, made, main, saving, sealed, who
 from child_process import Answer
 
 from zero8.files.manifest import MANIFEST, MARKER, Manifest
-from zero8.files.seal import verify
+from zero8.files.tags import verify
 
 LAST = 2**63 - 1
 

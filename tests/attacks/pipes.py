@@ -11,7 +11,7 @@ from pathlib import Path
 from attack import Attack, checkpoint, made, main, sealed, whole
 
 from zero8.files.manifest import MANIFEST, MARKER, File, Manifest
-from zero8.files.seal import seal
+from zero8.files.tags import seal
 
 HASH_OF_NOTHING = "99aa06d3014798d86001c324468d497f"
 RANK = "zero_pp_rank_0_mp_rank_00_optim_states.pt"

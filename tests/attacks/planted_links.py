@@ -58,7 +58,7 @@ def lock(tags: Path) -> list[str]:
     """The lock by itself, as DeepSpeed's engine takes it when it saves."""
     code = """
 from pathlib import Path
-from zero8.files.folder_lock import locked
+from zero8.files.tags import locked
 with locked(Path({tags!r})):
     pass
 """

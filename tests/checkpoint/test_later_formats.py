@@ -13,7 +13,7 @@ from zero8 import Adam8bitBlockwise
 from zero8.deepspeed import swap_file
 from zero8.deepspeed.moment_tensor import HEADER, moment_of
 from zero8.deepspeed.swap_file import BLOCK_BYTES, Layout
-from zero8.files.hashes import hash_64
+from zero8.files.manifest import hash_64
 
 
 def made():

@@ -17,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero8.environment import flock
-from zero8.files import atomic, folder_lock, hashes
+from zero8.files import atomic, tags
+from zero8.files import manifest as manifests
 from zero8.files.manifest import MANIFEST, MARKER, Damage, File, Manifest, paths_in
-from zero8.files.seal import seal, verify
+from zero8.files.tags import seal, verify
 
 CONTENTS = {"model.pt": b"m" * 1000, "deep/er/rank0.pt": b"0" * 77, "deep/er/rank1.pt": b"1" * 77}
 
@@ -128,13 +129,14 @@ def manifest_of(*entries, world_size=2):
 
 def test_shares_are_each_writers_own_files_for_as_many_ranks():
     manifest = manifest_of(("a", 9, 1), ("b", 5, 0), ("c", 1, 1))
-    assert [[file.path for file in share] for share in manifest.shares(2)] == [["b"], ["a", "c"]]
+    shares = [[file.path for file in manifest.share(index, 2)] for index in range(2)]
+    assert shares == [["b"], ["a", "c"]]
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 50])
 def test_shares_are_balanced_and_cover_all_for_other_numbers(count):
     manifest = manifest_of(*((f"f{i}", 10 + i % 7, i % 2) for i in range(40)))
-    shares = manifest.shares(count)
+    shares = [manifest.share(index, count) for index in range(count)]
     assert sorted(file.path for share in shares for file in share) == sorted(
         file.path for file in manifest.files
     )
@@ -151,19 +153,17 @@ def test_check_by_shares_finds_each_damage_once(folder):
     assert sorted(found) == ["deep/er/rank0.pt", "extra", "model.pt"]
 
 
-def test_check_reports_progress_and_needs_memory_for_one_chunk_only(tmp_path):
-    size_bytes = 5 * hashes.CHUNK_BYTES + 3
+def test_check_needs_memory_for_one_chunk_only(tmp_path):
+    size_bytes = 5 * manifests.CHUNK_BYTES + 3
     with open(tmp_path / "large", "wb") as file:
         file.truncate(size_bytes)
     seal(tmp_path)
-    seen = []
     manifest = Manifest.read(tmp_path)
     tracemalloc.start()
-    assert manifest.check(tmp_path, progress=seen.append) == []
+    assert manifest.check(tmp_path) == []
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert sum(seen) == size_bytes and len(seen) == 6
-    assert peak_bytes < 1.5 * hashes.CHUNK_BYTES
+    assert peak_bytes < 1.5 * manifests.CHUNK_BYTES
 
 
 def test_check_of_a_file_that_cannot_be_read_says_so(folder, monkeypatch):
@@ -383,11 +383,11 @@ def test_reader_beside_a_writer_sees_the_old_or_the_new_file_only(tmp_path):
 
 
 def test_lock_that_another_holds_is_refused_with_its_name_and_free_afterwards(tmp_path):
-    with folder_lock.locked(tmp_path):
+    with tags.locked(tmp_path):
         with pytest.raises(BlockingIOError, match=f"process {os.getpid()} on .*folder of its own"):
-            with folder_lock.locked(tmp_path):
+            with tags.locked(tmp_path):
                 pass
-    with folder_lock.locked(tmp_path):
+    with tags.locked(tmp_path):
         pass
 
 
@@ -402,7 +402,7 @@ def test_lock_whose_name_becomes_a_pipes_is_refused_at_once_with_its_holder(tmp_
 
     monkeypatch.setattr(flock, "take", refuse)
     with pytest.raises(BlockingIOError, match=f"process {os.getpid()} on "):
-        with folder_lock.locked(tmp_path):
+        with tags.locked(tmp_path):
             pass
 
 
@@ -417,7 +417,7 @@ def test_lock_on_a_file_system_without_locks_lets_the_block_run(
     runs, problem = number != errno.EIO, f"{os.strerror(number)}.*{tmp_path}/.zero8_lock"
     for _ in range(2):
         with nullcontext() if runs else pytest.raises(OSError, match=problem):
-            with folder_lock.locked(tmp_path):
+            with tags.locked(tmp_path):
                 pass
     assert [bool(re.search(problem, line)) for line in caplog.messages] == [True] * runs
 

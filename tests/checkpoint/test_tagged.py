@@ -4,12 +4,12 @@
 import pytest
 from tagged_worker import save, save_and_find
 
-from zero8.files import seal, tagged, tags
+from zero8.files import tagged, tags
 
 
 def test_saving_makes_a_tag_that_verifies_and_that_latest_names(tmp_path):
     tag = save(tmp_path / "new" / "folder", "step1")
-    assert [file.path for file in seal.verify(tag).files] == ["rank0.pt"]
+    assert [file.path for file in tags.verify(tag).files] == ["rank0.pt"]
     assert tags.read_latest(tag.parent) == "step1"
     assert tagged.newest(tag.parent) == tag
 

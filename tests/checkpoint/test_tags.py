@@ -8,8 +8,7 @@ import pytest
 
 from zero8.files import atomic, tags
 from zero8.files.manifest import MANIFEST, MARKER, Manifest
-from zero8.files.seal import file_entry, verify
-from zero8.files.tags import COMPLETE, DAMAGED, INCOMPLETE, UNVERIFIED
+from zero8.files.tags import COMPLETE, DAMAGED, INCOMPLETE, UNVERIFIED, file_entry, verify
 
 
 def begin(folder, tag):

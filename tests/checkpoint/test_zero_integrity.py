@@ -25,9 +25,8 @@ from zero_worker import base_optimizer, config, held, make_engine, train
 from zero8.deepspeed import load as checkpoint_load
 from zero8.deepspeed import save as checkpoint_save
 from zero8.files import tags
-from zero8.files.folder_lock import locked
 from zero8.files.manifest import MANIFEST, MARKER
-from zero8.files.seal import seal, verify
+from zero8.files.tags import locked, seal, verify
 
 RANK = int(os.environ.get("RANK", 0))
 

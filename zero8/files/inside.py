@@ -6,12 +6,16 @@ These functions follow no link below the folder, and open regular files only.  T
 is the caller's, and may contain links.
 """
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path, PurePosixPath
+
+import torch
+from torch import Tensor
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 MAX_DEPTH = 64
@@ -54,6 +58,28 @@ def opened_at(path: Path, folder: Path | None) -> FileIO:
         place = path.resolve()
         return opened(place.parent, place.name)
     return opened(folder, path.relative_to(folder).as_posix())
+
+
+def mapped(path: Path, folder: Path | None = None) -> Tensor:
+    """Map a file into memory, (bytes,) uint8, so that only the bytes used are read.
+
+    Writes do not reach the file.  If another process truncates it meanwhile, access to the missing
+    bytes raises SIGBUS.
+
+    Raises:
+        OSError: if it cannot be opened or mapped.
+        ValueError: if it is empty, or as `opened` does.
+    """
+    with opened_at(path, folder) as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        if not size_bytes:
+            raise ValueError(f"{path}: got an empty file; was it cut short?")
+        # torch opens files by name; this name is the open file's.
+        own_name = f"/proc/self/fd/{file.fileno()}"
+        try:
+            return torch.from_file(own_name, size=size_bytes, dtype=torch.uint8)
+        except RuntimeError as error:  # for example, too little address space
+            raise OSError(errno.ENOMEM, "cannot be mapped into memory", str(path)) from error
 
 
 def size_bytes_of(folder: Path, path: str) -> int:

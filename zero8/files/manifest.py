@@ -9,20 +9,23 @@ A folder with a manifest is complete.  Manifests are untrusted: they may be dama
 file outside the folder is read, and no link in it is followed.
 """
 
-import heapq
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from io import FileIO
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from zero8.files.atomic import TEMPORARY, write_atomically
-from zero8.files.hashes import Progress, hash_of
 from zero8.files.inside import MAX_DEPTH, leads_out, opened, paths_of, read_at_most, size_bytes_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 MANIFEST = "zero8_manifest.json"
 MARKER = "zero8_incomplete"
@@ -34,6 +37,8 @@ LARGEST_SEQUENCE = 2**53
 """The largest valid sequence number."""
 _HASH = re.compile(r"[0-9a-f]{32}")
 _LARGEST = 2**63 - 1
+CHUNK_BYTES = 4 << 20
+"""How much of a file is in memory while it is hashed."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class File:
     Attributes:
         path: relative to the folder, with slashes.
         size_bytes: its size.
-        hash: as `zero8.files.hashes.hash_of` returns it.
+        hash: XXH3 of its contents, which detects accidents, not manipulation.
         rank: which rank wrote it.
     """
 
@@ -163,7 +168,6 @@ class Manifest:
         self,
         folder: Path,
         share: tuple[int, int] = (0, 1),
-        progress: Progress | None = None,
         is_part: Callable[[str], bool] = lambda path: True,
         is_read: Callable[[str], bool] = lambda path: True,
     ) -> list[Damage]:
@@ -172,15 +176,14 @@ class Manifest:
         Args:
             folder: the manifest's folder.
             share: (i, n): check only share i of n shares of the files.
-            progress: called with the numbers of bytes read.
             is_part: whether an unlisted file is a damage, by its path.
             is_read: whether a listed file is needed, by its path; others may be missing.
         """
         index, count = share
         found = [
             Damage(file.path, file.rank, reason)
-            for file in self.shares(count)[index]
-            if is_read(file.path) and (reason := self.damage_of(folder, file, progress))
+            for file in self.share(index, count)
+            if is_read(file.path) and (reason := self.damage_of(folder, file))
         ]
         return found + (self.unlisted(folder, is_part) if index == 0 else [])
 
@@ -195,15 +198,19 @@ class Manifest:
             if path not in known and is_part(path)
         ]
 
-    def damage_of(self, folder: Path, file: File, progress: Progress | None = None) -> str:
+    def damage_of(self, folder: Path, file: File) -> str:
         """Return the damage of a file of the folder, "" if there is none."""
         try:
             with opened(folder, file.path) as contents:
-                if reason := _wrong_size(os.fstat(contents.fileno()).st_size, file):
-                    return reason
-                digits = hash_of(contents, progress)
+                size_bytes = os.fstat(contents.fileno()).st_size
+                if size_bytes != file.size_bytes:
+                    kind = "truncated" if size_bytes < file.size_bytes else "too long"
+                    return f"{kind}: got {size_bytes} bytes, expected {file.size_bytes}"
+                digits = hash_of(contents)
+        except FileNotFoundError:
+            return "missing"
         except (OSError, ValueError) as error:
-            return _unreadable(error)
+            return f"cannot be read: {getattr(error, 'strerror', None) or error}"
         if digits == file.hash:
             return ""
         other = self._by_hash.get(digits)
@@ -222,23 +229,33 @@ class Manifest:
     def _by_hash(self) -> dict[str, File]:
         return {file.hash: file for file in reversed(self.files)}
 
-    def shares(self, count: int) -> list[list[File]]:
-        """Return the files in `count` shares of about equal bytes.
+    def share(self, index: int, count: int) -> list[File]:
+        """Return one of `count` shares of the files, of about equal bytes.
 
-        If `count` is the world size that wrote them, each share has the files of its rank, which
-        that rank reads next.
+        If `count` is the world size that wrote them, it has the files of one rank, which that rank
+        reads next.
         """
-        shares: list[list[File]] = [[] for _ in range(count)]
         if count == self.world_size:
-            for file in self.files:
-                shares[file.rank].append(file)
-            return shares
-        lightest = [(0, index) for index in range(count)]
-        for file in sorted(self.files, key=lambda file: (-file.size_bytes, file.path)):
-            num_bytes, index = lightest[0]
-            shares[index].append(file)
-            heapq.heapreplace(lightest, (num_bytes + file.size_bytes, index))
-        return shares
+            return [file for file in self.files if file.rank == index]
+        return sorted(self.files, key=lambda file: (-file.size_bytes, file.path))[index::count]
+
+
+def hash_of(file: FileIO) -> str:
+    """Return the XXH3 hash of the rest of an open file, 128 bits in hexadecimal digits."""
+    state = xxhash.xxh3_128()
+    size_bytes = os.fstat(file.fileno()).st_size
+    chunk = memoryview(bytearray(min(size_bytes + 1, CHUNK_BYTES)))
+    while count := file.readinto(chunk):
+        state.update(chunk[:count])
+    return state.hexdigest()
+
+
+def hash_64(parts: "Iterable[Buffer]") -> int:
+    """Return the XXH3 hash of contiguous bytes in memory, in order, 64 bits as a number."""
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.intdigest()
 
 
 def paths_in(folder: Path) -> Iterator[str]:
@@ -252,19 +269,6 @@ def paths_in(folder: Path) -> Iterator[str]:
         is_temporary = name.endswith(TEMPORARY) or name.startswith(".nfs")
         if path not in (MANIFEST, MARKER) and not is_temporary:
             yield path
-
-
-def _wrong_size(got: int, file: File) -> str:
-    if got == file.size_bytes:
-        return ""
-    kind = "truncated" if got < file.size_bytes else "too long"
-    return f"{kind}: got {got} bytes, expected {file.size_bytes}"
-
-
-def _unreadable(error: OSError | ValueError) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "missing"
-    return f"cannot be read: {getattr(error, 'strerror', None) or error}"
 
 
 def _file(entry: object) -> File:

@@ -6,11 +6,13 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from zero8.files.atomic import sync_folder
 
 FILE_BYTES = 1 << 26
 """The size of the files of `Staging`; a larger tensor has its own."""
@@ -76,10 +78,11 @@ def made_beside(target: Path) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
     try:
         yield folder / target.name
-        _flush(path for path, _, _ in os.walk(folder / target.name))
+        for path, _, _ in os.walk(folder / target.name):
+            sync_folder(Path(path))
         _check_is_free(target)
         (folder / target.name).rename(target)
-        _flush([target.parent])
+        sync_folder(target.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -95,13 +98,3 @@ def save(content: object, path: Path) -> None:
 def _check_is_free(target: Path) -> None:
     if target.exists() or target.is_symlink():
         raise FileExistsError(f"{target} exists; remove it or name another output")
-
-
-def _flush(folders: Iterable[str | Path]) -> None:
-    """Sync the names in folders to the disk."""
-    for folder in folders:
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -11,21 +11,33 @@ without zero8, and its state is unknown.  Steps, in order:
 Tags are ordered by their sequence numbers, not by clocks.
 """
 
+import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from zero8.environment import flock
 from zero8.files.atomic import sync_folder, write_atomically
-from zero8.files.inside import is_folder, leads_out, read_at_most, remove
-from zero8.files.manifest import LARGEST_SEQUENCE, MANIFEST, MARKER, Manifest, paths_in
+from zero8.files.inside import is_folder, leads_out, opened, read_at_most, remove
+from zero8.files.manifest import (
+    LARGEST_SEQUENCE,
+    MANIFEST,
+    MARKER,
+    Damage,
+    File,
+    Manifest,
+    hash_of,
+    paths_in,
+)
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 """Files beside tags that name the tag to load, and the universal checkpoint to load."""
+LOCK = ".zero8_lock"
 LIMIT_BYTES = 4096
 
 COMPLETE, INCOMPLETE, UNVERIFIED, DAMAGED = "complete", "incomplete", "unverified", "damaged"
@@ -153,6 +165,66 @@ def end(folder: Path, manifest: Manifest) -> None:
         (folder / MARKER).unlink()
 
 
+def seal(folder: Path, force: bool = False) -> Manifest:
+    """Write the manifest of all files in a folder of another writer, which makes it complete.
+
+    To be called by one process, after all have written.  Costs one read of all files, mostly from
+    the page cache.  The manifest has world size 0 and rank 0 for all files, as the writers are
+    unknown.
+
+    Args:
+        folder: the folder.
+        force: whether to seal even a folder that is marked as incomplete.
+
+    Raises:
+        ValueError: if a save into the folder, or its deletion, was interrupted; if it holds
+            something other than files, such as a link or a pipe; if a tag beside it has the
+            largest sequence number.
+        OSError: if a file cannot be read, or the manifest cannot be written.
+    """
+    folder = Path(folder)
+    if not force and tag_at(folder).state == INCOMPLETE:
+        raise ValueError(
+            f"{folder}: is incomplete: saving or deleting it was interrupted, so that files may be "
+            "missing; to seal it anyway, use --force (force=True)"
+        )
+    sequence = next_sequence(folder.resolve().parent)
+    files = [file_entry(folder, path, 0) for path in paths_in(folder)]
+    for parent in {folder, *(Path(folder, file.path).parent for file in files)}:
+        sync_folder(parent)
+    manifest = Manifest.of(sequence, 0, files)
+    end(folder, manifest)
+    return manifest
+
+
+def file_entry(folder: Path, path: str, rank: int) -> File:
+    """Sync a file to the disk, and return its entry in a manifest."""
+    with opened(folder, path) as file:
+        os.fsync(file.fileno())
+        return File(path, os.fstat(file.fileno()).st_size, hash_of(file), rank)
+
+
+def verify(folder: Path) -> Manifest:
+    """Compare a folder with its manifest, which is returned; costs one read of all files.
+
+    Raises:
+        FileNotFoundError: if there is no manifest: the folder was not sealed.
+        ValueError: if anything in the folder differs; the message lists it.
+    """
+    manifest = Manifest.read(folder)
+    if damages := manifest.check(folder):
+        raise ValueError(f"{folder} is damaged:\n{lines(damages)}")
+    return manifest
+
+
+def lines(damages: list[Damage], most: int = 20) -> str:
+    """Return a line for each damage, up to `most`."""
+    shown = [f"  {damage}" for damage in damages[:most]]
+    if len(damages) > most:
+        shown.append(f"  and {len(damages) - most} more")
+    return "\n".join(shown)
+
+
 def read_latest(folder: Path, name: str = LATEST) -> str | None:
     """Return the tag that a folder's `latest` names, None without such a file.
 
@@ -186,6 +258,26 @@ def folder_of(folder: Path, tag: str) -> Path | None:
 def write_latest(folder: Path, tag: str, name: str = LATEST) -> None:
     """Have a folder's `latest` name a tag."""
     write_atomically(Path(folder, name), tag.encode())
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder of tags during the block: one process at a time changes them.
+
+    On a file system without locks the block runs unlocked.
+
+    Raises:
+        BlockingIOError: if another process holds it; the message says which.
+        OSError: naming the lock, if it cannot be created or locked, or is not a regular file.
+    """
+    with flock.opened(folder / LOCK) as file:
+        if not flock.take_where_possible(file):
+            raise BlockingIOError(
+                errno.EWOULDBLOCK,
+                f"another job saves into this folder, or prunes it: {flock.holder(file)} holds "
+                f"{folder / LOCK}; give each job a folder of its own",
+            )
+        yield
 
 
 def prune(folder: Path, keep: int) -> list[str]:

@@ -10,8 +10,9 @@ import os
 import time
 from pathlib import Path
 
+from zero8.checkpoint.read.joined import joined
 from zero8.checkpoint.read.open import open_checkpoint
-from zero8.checkpoint.read.source import Key, Source, in_threads
+from zero8.checkpoint.read.source import Source, in_threads, sizes_bytes
 from zero8.files.manifest import Damage, Manifest
 from zero8.files.tags import INCOMPLETE, tag_at
 
@@ -36,7 +37,7 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
     problems = damages + problems
     if source:
         problems += _contents(source)
-    read = (listed or {}) | (source.sizes_bytes() if source else {})
+    read = (listed or {}) | (sizes_bytes(source.files()) if source else {})
     num_bytes = sum(read.values())
     seconds = time.perf_counter() - began
     result = {
@@ -83,19 +84,19 @@ def _against_manifest(folder: Path) -> tuple[dict[Path, int] | None, list[str]]:
 def _contents(source: Source) -> list[str]:
     """Return the damages of the states."""
 
-    def check(key: Key) -> str:
+    def check(name: str) -> str:
         try:
-            source.parameter(key, with_weights=False)
+            joined(source.fragments(name), with_weights=False)
         except (ValueError, OSError) as error:
             return str(error)
         return ""
 
     try:
-        keys = source.keys()
+        names = source.names()
     except (ValueError, OSError) as error:
         return [str(error)]
     return source.damages() + [
-        problem for _, problem in in_threads("contents", keys, check) if problem
+        problem for _, problem in in_threads("contents", names, check) if problem
     ]
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The joined contents of a checkpoint, which the writers of other checkpoints take."""
 
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -9,7 +8,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from zero8.checkpoint.read.joined import Parameter
+from zero8.checkpoint.read.fragment import Fragment
+from zero8.checkpoint.read.joined import joined
 from zero8.checkpoint.read.source import Source
 from zero8.files.staging import Staging
 from zero8.spec.adam import ADAM
@@ -32,7 +32,7 @@ class Contents:
         notes: messages on contents that a conversion drops.
     """
 
-    parameters: dict[str, Parameter]
+    parameters: dict[str, Fragment]
     groups: list[dict]
     is_named: bool
     model: dict[str, Tensor]
@@ -102,13 +102,8 @@ def read(source: Source, staging: Staging, decoded: bool) -> Contents:
     """
     source.check()
     parameters = {}
-    for part, name in tqdm(source.keys(), desc="read", unit="parameter", disable=None):
-        if part:
-            raise ValueError(
-                f"{source.path}: got a part of a model-parallel model ({part}), expected a "
-                "checkpoint without model parallelism"
-            )
-        parameters[name] = source.parameter((part, name), staging.empty, decoded=decoded)
+    for name in tqdm(source.names(), desc="read", unit="parameter", disable=None):
+        parameters[name] = joined(source.fragments(name), staging.empty, decoded=decoded)
     if not parameters:
         raise ValueError(f"{source.path}: got no states; was it saved before the first step?")
     groups = source.groups()
@@ -130,7 +125,7 @@ def read(source: Source, staging: Staging, decoded: bool) -> Contents:
     )
 
 
-def _tell_muons(parameters: dict[str, Parameter], groups: list[dict]) -> None:
+def _tell_muons(parameters: dict[str, Fragment], groups: list[dict]) -> None:
     """Mark Muon's moments in fp32, which look like SGD's; its groups have settings of their own."""
     for group in groups:
         if group.get("use_muon", "ns_steps" in group):
@@ -139,16 +134,17 @@ def _tell_muons(parameters: dict[str, Parameter], groups: list[dict]) -> None:
                     parameters[name] = parameters[name].of(MUON)
 
 
-def _check_groups(source: Source, parameters: dict[str, Parameter], groups: list[dict]) -> None:
+def _check_groups(source: Source, parameters: dict[str, Fragment], groups: list[dict]) -> None:
     """Raise ValueError unless every parameter with a state is in exactly one group."""
     counts = Counter(name for group in groups for name in group["params"])
     if twice := [name for name, count in counts.items() if count > 1]:
         raise ValueError(f"{source.path}: got {twice[:3]} in two parameter groups")
     is_zero = source.facts().kind == "zero"
     if strangers := [name for name in parameters if name not in counts]:
-        hint = "; are the files of model states there?" if is_zero else ""
+        hint = "; are the files of model states there, and of one model-parallel rank alone?"
         raise ValueError(
-            f"{source.path}: got states of {strangers[:3]}, which are in no parameter group{hint}"
+            f"{source.path}: got states of {strangers[:3]}, which are in no parameter group"
+            f"{hint * is_zero}"
         )
     # ZeRO has a state for every parameter of its groups.
     if missing := [name for name in counts if is_zero and name not in parameters]:
@@ -166,7 +162,7 @@ def _are_named(groups: list[dict]) -> bool:
     )
 
 
-def _model(source: Source, parameters: dict[str, Parameter], staging: Staging) -> dict[str, Tensor]:
+def _model(source: Source, parameters: dict[str, Fragment], staging: Staging) -> dict[str, Tensor]:
     """Return the model's tensors by name, preferring the weights stored with the moments."""
     tied, found = source.tied(), {}
     readers = source.tensors()
@@ -174,8 +170,8 @@ def _model(source: Source, parameters: dict[str, Parameter], staging: Staging) -
         owner = tied.get(name, name)
         if name in found:
             continue
-        if owner in parameters and parameters[owner].weights is not None:
-            found[name] = parameters[owner].weights
+        if owner in parameters and (weights := parameters[owner].weights) is not None:
+            found[name] = weights.view(parameters[owner].shape)
         elif name in readers:
             found[name] = staging.copy(readers[name]())
     return found
@@ -195,9 +191,9 @@ def weights_of(contents: Contents, name: str) -> Tensor:
             f"{name}: got no weights in the checkpoint, expected the model's besides the states of "
             "the optimizer"
         )
-    if parameter and math.prod(weights.shape) != parameter.piece.numel:
+    if parameter and weights.numel() != parameter.piece.numel:
         raise ValueError(
             f"{name}: got weights of shape {tuple(weights.shape)}, its moments have "
-            f"{parameter.piece.shape}"
+            f"{parameter.shape}"
         )
     return weights.to(torch.float32)

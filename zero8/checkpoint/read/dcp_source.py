@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from zero8.checkpoint.read.dcp_metadata import load_metadata
 from zero8.checkpoint.read.fragment import Fragment
 from zero8.checkpoint.read.safe_load import damage_in, load_bytes
-from zero8.checkpoint.read.source import Facts, Key, Source
+from zero8.checkpoint.read.source import Facts, Source
 from zero8.checkpoint.read.states import fragment_of
 from zero8.checkpoint.read.torchao_weights import PARTS, joined
 from zero8.files.inside import opened
@@ -36,7 +36,7 @@ from zero8.state.entries import ENTRIES, FIRST_ENTRIES
 METADATA = ".metadata"
 _MODEL = "model."
 """The prefix of the keys of a model's tensors."""
-_MOMENT = re.compile(rf"(?P<prefix>.*?)state\.(?P<name>.+)\.(?:{'|'.join(FIRST_ENTRIES)})")
+_MOMENT = re.compile(rf".*?state\.(.+)\.(?:{'|'.join(FIRST_ENTRIES)})")
 
 
 class DcpSource(Source):
@@ -49,8 +49,7 @@ class DcpSource(Source):
         with damage_in(folder / METADATA):
             self._entries, self._places = metadata.state_dict_metadata, metadata.storage_data
             found = [match for key in self._entries if (match := _MOMENT.fullmatch(key))]
-            self._prefixes = {match["name"]: f"{match['prefix']}state." for match in found}
-            self._moments = {match["name"]: match[0] for match in found}
+            self._moments = {match[1]: match[0] for match in found}
             self._files = {name: self._file_of(key) for name, key in self._moments.items()}
 
     def facts(self) -> Facts:
@@ -64,14 +63,13 @@ class DcpSource(Source):
         keys, places = set(self._moments.values()), self._places.items()
         return sorted({self.path / info.relative_path for at, info in places if at.fqn in keys})
 
-    def keys(self) -> list[Key]:
+    def names(self) -> list[str]:
         """See `Source`."""
-        return [("", name) for name in self._moments]
+        return list(self._moments)
 
-    def fragments(self, key: Key) -> list[Fragment]:
+    def fragments(self, name: str) -> list[Fragment]:
         """See `Source`."""
-        _, name = key
-        prefix = f"{self._prefixes[name]}{name}."
+        prefix = f"{self._moments[name].rpartition('.')[0]}."
         with damage_in(self._files[name]):
             there = [entry for entry in sorted(ENTRIES) if prefix + entry in self._entries]
             state = {entry: self._value(prefix + entry) for entry in there}
@@ -101,8 +99,8 @@ class DcpSource(Source):
 
     def tensors(self) -> dict[str, Callable[[], Tensor]]:
         """See `Source`."""
-        parts = {key for name in self._prefixes for key in self._parts_of(name).values()}
-        known = [name for name in self._prefixes if self._has_weights(name)]
+        parts = {key for name in self._moments for key in self._parts_of(name).values()}
+        known = [name for name in self._moments if self._has_weights(name)]
         others = [
             key.removeprefix(_MODEL)
             for key, entry in self._entries.items()
@@ -125,7 +123,7 @@ class DcpSource(Source):
     def _parts_of(self, name: str) -> dict[str, str]:
         """Return the keys of the tensors that a weight of torchao's is saved as, if it is one."""
         keys = {part: f"{_MODEL}{name}.{part}" for part in PARTS}
-        is_one = name in self._prefixes and _MODEL + name not in self._entries
+        is_one = name in self._moments and _MODEL + name not in self._entries
         return {part: key for part, key in keys.items() if is_one and key in self._entries}
 
     def _value(self, key: str):

@@ -1,15 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fragment: the part of a parameter's state in one file of a checkpoint."""
+"""A fragment: a run of elements of a parameter with their state.
+
+All readers give fragments, one for what a file holds of a parameter; `zero8.checkpoint.read.joined`
+makes one of the whole parameter from them, which all writers take.
+"""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.algorithms import algorithm_called
+from zero8.spec.corrections import wide_weights
+from zero8.state.extent import Extent
+from zero8.state.plain import PlainState
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
+from zero8.state.target import Target
 
 
 @dataclass(frozen=True)
@@ -17,9 +26,7 @@ class Fragment:
     """A run of elements of a parameter with their moments.
 
     Attributes:
-        part: the model-parallel part, whose parameters share their names with other parts'; ""
-            without model parallelism.
-        name: the parameter's name.
+        name: the parameter's name, after its part of a model-parallel model and a slash, if any.
         file: its file.
         step: steps taken.
         memory: the algorithm's memory (`zero8.state.memory`), by name.
@@ -27,10 +34,9 @@ class Fragment:
         weights: (numel,) master weights, None if they are stored elsewhere.
         correction: (numel,) int8, the corrections of bfloat16 weights, if any.
         is_of_fp32: whether it is of an fp32 optimizer, without blocks and codes.
-        blocks_joined: number of blocks that its reader has encoded anew, as ranks had cut them.
+        blocks_joined: number of blocks that were encoded anew, as ranks had cut them.
     """
 
-    part: str
     name: str
     file: Path
     step: int
@@ -42,11 +48,6 @@ class Fragment:
     blocks_joined: int = 0
 
     @property
-    def key(self) -> tuple[str, str]:
-        """The parameter's part and name."""
-        return self.part, self.name
-
-    @property
     def piece(self) -> Piece:
         """The run of elements."""
         (piece,) = self.stores[0].table.pieces
@@ -56,6 +57,41 @@ class Fragment:
     def algorithm(self) -> Algorithm:
         """The algorithm of the moments."""
         return algorithm_called(self.stores[0].rule.algorithm)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+        return self.piece.shape
+
+    def of(self, algorithm: Algorithm) -> "Fragment":
+        """Return the same with moments of another algorithm, which have the same names."""
+        pairs = zip(self.stores, algorithm.moments, strict=True)
+        return replace(self, stores=tuple(replace(store, rule=rule) for store, rule in pairs))
+
+    def entries(self) -> dict:
+        """Return the whole state's entries for our optimizer, or for the fp32 one that it is of."""
+        if self.is_of_fp32:
+            return self.in_float32()
+        extent = Extent.whole(self.shape)
+        numbers = {"step": self.step, **self.memory}
+        target = Target(self.algorithm, self.stores[0].codec, self.piece, extent)
+        saved = PlainState(target.entries_of(self.stores, numbers), extent).saved()
+        if self.correction is None:
+            return saved
+        return saved | {"param_correction": self.correction.view(self.shape)}
+
+    def in_float32(self) -> dict:
+        """Return the whole state's entries for the fp32 optimizer, of moments that are decoded."""
+        moments = {store.name: store.dense.view(self.shape) for store in self.stores}
+        return {"step": torch.tensor(float(self.step)), **moments}
+
+    def corrected_weights(self) -> Tensor | None:
+        """Return the whole weights; with corrections, as float32 of 24 significant bits."""
+        if self.weights is None:
+            return None
+        if self.correction is None:
+            return self.weights.view(self.shape)
+        return wide_weights(self.weights, self.correction).view(self.shape)
 
 
 def of_piece(store: MomentStore, number: int) -> MomentStore:

@@ -24,16 +24,9 @@ from zero8.state.table import Piece
 
 
 def fragment_of(file: Path, name: str, entries: dict, weights: Tensor | None) -> Fragment:
-    """Return the fragment of a whole state.
+    """Return the fragment of a whole state, of `zero8.state.plain` or of an fp32 optimizer.
 
-    Args:
-        file: its file.
-        name: the parameter's name.
-        entries: the state, of `zero8.state.plain` or of an fp32 optimizer.
-        weights: the weights, if known.
-
-    Raises:
-        ValueError: naming the file, if the entries are inconsistent.
+    Raises ValueError, naming the file, if the entries are inconsistent.
     """
     try:
         extent = Extent.whole(_shape_of(entries, name))
@@ -53,7 +46,6 @@ def fragment_of(file: Path, name: str, entries: dict, weights: Tensor | None) ->
     except (ValueError, KeyError) as error:
         raise ValueError(f"{file}: {error}") from error
     return Fragment(
-        "",
         name,
         file,
         step,

@@ -34,24 +34,11 @@ def is_of_torchao(state: object) -> bool:
 def from_torchao(state_dict: dict) -> dict:
     """Return a state dict for `Adam8bitBlockwise` with the codec of the states.
 
-    Args:
-        state_dict: of `torchao.optim.AdamW8bit`, `AdamWFp8` or `AdamW4bit`, read by
-            `zero8.checkpoint.read.safe_load`.
-
-    Raises:
-        ValueError: if the moments have other classes, maps or sizes.
+    It is one of `torchao.optim.AdamW8bit`, `AdamWFp8` or `AdamW4bit`, read by
+    `zero8.checkpoint.read.safe_load`.  Raises ValueError if classes, maps or sizes are others.
     """
     states = {index: _imported(index, state) for index, state in state_dict["state"].items()}
-    groups = [
-        {key: _number(value) for key, value in options_of(group).items()}
-        for group in state_dict["param_groups"]
-    ]
-    return {"state": states, "param_groups": groups}
-
-
-def _number(value: object) -> object:
-    # torchao keeps the learning rate in a tensor.
-    return value.item() if isinstance(value, Tensor) else value
+    return {"state": states, "param_groups": [*map(options_of, state_dict["param_groups"])]}
 
 
 def _class_of(moment: object) -> str:

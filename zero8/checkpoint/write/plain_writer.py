@@ -65,7 +65,7 @@ def _corrected(contents: Contents) -> dict[str, Tensor]:
             continue
         for other in model.keys() - set(contents.names) - owner.keys():
             # A further name of the parameter, if the checkpoint does not list shared parameters.
-            if torch.equal(model[other], parameter.weights):
+            if torch.equal(model[other], model[name]):
                 owner[other] = name
         model[name] = parameter.corrected_weights()
     return {name: model[owner.get(name, name)] for name in model}

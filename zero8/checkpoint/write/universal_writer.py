@@ -128,7 +128,7 @@ def _shapes(contents: Contents) -> list[dict[str, torch.Size]] | None:
     if not contents.parameters.keys() >= set(contents.names):
         return None
     return [
-        {name: torch.Size(contents.parameters[name].piece.shape) for name in group["params"]}
+        {name: torch.Size(contents.parameters[name].shape) for name in group["params"]}
         for group in contents.groups
     ]
 
