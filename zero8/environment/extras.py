@@ -21,11 +21,7 @@ USAGE = 2
 
 
 def need(*names: str) -> None:
-    """Import packages, so that a command that needs them late fails before its work.
-
-    Raises:
-        ModuleNotFoundError: for the first that is not installed.
-    """
+    """Import packages, so that a command that needs them late fails before its work."""
     for name in names:
         importlib.import_module(name)
 

@@ -19,9 +19,6 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Write a file so that at any time, even after a loss of power, it is the old or the new one.
 
     A link of that name is replaced, and its target is unchanged.
-
-    Raises:
-        OSError: if it cannot be written; it names the file, which is unchanged.
     """
     # A random name, so that nobody can put a link there before.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMPORARY}")

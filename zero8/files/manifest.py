@@ -94,21 +94,15 @@ class Manifest:
 
     @classmethod
     def of(cls, sequence: int, world_size: int, files: Iterable[File]) -> "Manifest":
-        """Return the manifest of these files.
-
-        Raises:
-            ValueError: if they are invalid, for example if two have the same path.
-        """
+        """Return the manifest of these files; raise ValueError if two have the same path."""
         manifest = cls(sequence, world_size, tuple(sorted(files, key=lambda file: file.path)))
         return cls.parsed(manifest.text().encode())
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Return the manifest of a folder.
+        """Return the manifest of a folder; raise ValueError if it cannot be read.
 
-        Raises:
-            FileNotFoundError: if there is none, so that the folder is not complete.
-            ValueError: if it is damaged, of a newer format, or cannot be read.
+        Without one, the folder is not complete: FileNotFoundError.
         """
         path = Path(folder, MANIFEST)
         try:
@@ -171,13 +165,9 @@ class Manifest:
         is_part: Callable[[str], bool] = lambda path: True,
         is_read: Callable[[str], bool] = lambda path: True,
     ) -> list[Damage]:
-        """Return the damages of the folder; costs one read of the share's files.
+        """Return the damages of the folder; costs one read of the share's files, (index, count).
 
-        Args:
-            folder: the manifest's folder.
-            share: (i, n): check only share i of n shares of the files.
-            is_part: whether an unlisted file is a damage, by its path.
-            is_read: whether a listed file is needed, by its path; others may be missing.
+        An unlisted file is a damage if `is_part`, a missing one if `is_read`, given their paths.
         """
         index, count = share
         found = [

@@ -31,11 +31,7 @@ class Staging:
         self._storage, self._used_bytes = torch.UntypedStorage(0), 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized tensor with its own storage: `torch.save` writes whole storages.
-
-        Raises:
-            OSError: if the disk is full.
-        """
+        """Return an uninitialized tensor of its own storage, as `torch.save` writes whole ones."""
         needed_bytes = math.prod(shape) * dtype.itemsize
         if needed_bytes == 0:
             return torch.empty(shape, dtype=dtype)
@@ -69,9 +65,6 @@ def made_beside(target: Path) -> Iterator[Path]:
 
     It lies in a temporary hidden folder beside `target`.  An error in the block leaves no target.
     Missing parents of the target are created.
-
-    Raises:
-        FileExistsError: if the target exists.
     """
     _check_is_free(target)
     target.parent.mkdir(parents=True, exist_ok=True)

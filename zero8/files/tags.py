@@ -94,11 +94,7 @@ def whole_tags(folder: Path) -> list[Tag]:
 
 
 def next_sequence(folder: Path) -> int:
-    """Return the sequence number for the next tag of a folder.
-
-    Raises:
-        ValueError: if a tag has the largest one.
-    """
+    """Return the sequence number for the next tag; raise ValueError if a tag has the largest."""
     tags = tags_in(folder)
     if tags and tags[-1].sequence == LARGEST_SEQUENCE:
         raise ValueError(
@@ -113,17 +109,9 @@ def begin(
 ) -> None:
     """Mark a new or existing tag incomplete, and delete the files of its earlier save, if any.
 
-    Files of a tag that was saved without zero8 stay.
-
-    Args:
-        folder: of the tag; its parent must exist.
-        sequence: from `next_sequence`.
-        note: kept in the marker.
-        is_part: whether an unlisted file belongs to an earlier save, by its path.
-
-    Raises:
-        ValueError: if the tag is a symbolic link, or has one in place of a part, through which the
-            save would write; nothing is changed then.
+    Files of a tag that was saved without zero8 stay, and unlisted ones unless `is_part` of a save,
+    given their paths.  `note` is kept in the marker.  If the tag is a link, or has one in place of
+    a part, through which the save would write, it raises ValueError, and nothing is changed.
     """
     if folder.is_symlink():
         raise ValueError(
@@ -168,19 +156,10 @@ def end(folder: Path, manifest: Manifest) -> None:
 def seal(folder: Path, force: bool = False) -> Manifest:
     """Write the manifest of all files in a folder of another writer, which makes it complete.
 
-    To be called by one process, after all have written.  Costs one read of all files, mostly from
-    the page cache.  The manifest has world size 0 and rank 0 for all files, as the writers are
-    unknown.
-
-    Args:
-        folder: the folder.
-        force: whether to seal even a folder that is marked as incomplete.
-
-    Raises:
-        ValueError: if a save into the folder, or its deletion, was interrupted; if it holds
-            something other than files, such as a link or a pipe; if a tag beside it has the
-            largest sequence number.
-        OSError: if a file cannot be read, or the manifest cannot be written.
+    A folder that is marked as incomplete, or holds links or pipes, raises ValueError; `force` seals
+    even an incomplete one.  To be called by one process, after all have written.  Costs one read of
+    all files, mostly from the page cache.  The manifest has world size 0 and rank 0 for all files,
+    as the writers are unknown.
     """
     folder = Path(folder)
     if not force and tag_at(folder).state == INCOMPLETE:
@@ -207,9 +186,7 @@ def file_entry(folder: Path, path: str, rank: int) -> File:
 def verify(folder: Path) -> Manifest:
     """Compare a folder with its manifest, which is returned; costs one read of all files.
 
-    Raises:
-        FileNotFoundError: if there is no manifest: the folder was not sealed.
-        ValueError: if anything in the folder differs; the message lists it.
+    Damages raise ValueError, which lists them; a folder that was not sealed FileNotFoundError.
     """
     manifest = Manifest.read(folder)
     if damages := manifest.check(folder):
@@ -226,11 +203,7 @@ def lines(damages: list[Damage], most: int = 20) -> str:
 
 
 def read_latest(folder: Path, name: str = LATEST) -> str | None:
-    """Return the tag that a folder's `latest` names, None without such a file.
-
-    Raises:
-        ValueError: if its content is not a tag's name.
-    """
+    """Return the tag that a folder's `latest` names, None without; ValueError if it is damaged."""
     path = Path(folder, name)
     try:
         text = read_at_most(folder, name, LIMIT_BYTES).decode().strip()
@@ -264,11 +237,8 @@ def write_latest(folder: Path, tag: str, name: str = LATEST) -> None:
 def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder of tags during the block: one process at a time changes them.
 
-    On a file system without locks the block runs unlocked.
-
-    Raises:
-        BlockingIOError: if another process holds it; the message says which.
-        OSError: naming the lock, if it cannot be created or locked, or is not a regular file.
+    If another process holds it, BlockingIOError says which.  On a file system without locks the
+    block runs unlocked.
     """
     with flock.opened(folder / LOCK) as file:
         if not flock.take_where_possible(file):
@@ -281,22 +251,13 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def prune(folder: Path, keep: int) -> list[str]:
-    """Delete the oldest complete tags, and incomplete ones older than the newest complete tag.
+    """Delete all but `keep` complete tags, and incomplete ones older than the newest complete.
+
+    Returns the names of the deleted ones.  The caller holds the lock of the folder.
 
     Never deletes the tag that `latest` names, tags saved without zero8, tags whose manifest is
     damaged, tags with missing files or files of another size, and links.  Contents of files are not
     verified.
-
-    Args:
-        folder: of the tags; the caller holds its lock.
-        keep: number of complete tags to keep, at least 1.
-
-    Returns:
-        The names of the deleted tags.
-
-    Raises:
-        ValueError: if `keep` is less than 1, or `latest` is damaged.
-        OSError: if something cannot be deleted.
     """
     if keep < 1:
         raise ValueError(f"keep: got {keep}, expected 1 or more")

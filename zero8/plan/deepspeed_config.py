@@ -10,11 +10,7 @@ from zero8.state.policy import Policy
 
 
 def with_deepspeed_config(setup: Setup, config: dict) -> Setup:
-    """Return a setup with the settings of a DeepSpeed config.
-
-    Raises:
-        ValueError: if the config has an unsupported setting.
-    """
+    """Return a setup with the settings of a DeepSpeed config."""
     zero = config.get("zero_optimization", {})
     offload = zero.get("offload_optimizer") or {}
     params_on = (zero.get("offload_param") or {}).get("device", "none")

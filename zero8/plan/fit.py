@@ -31,11 +31,7 @@ def needs(model: Model, setup: Setup) -> tuple[Memory, Memory]:
 
 
 def cases_of(model: Model, setup: Setup, there: Memory) -> list[tuple[str, Memory]]:
-    """Return the needs of both optimizers, and those of zero8 after each change if it is too much.
-
-    Returns:
-        For each case a description, with its options, and the need.
-    """
+    """Return the needs of both optimizers, and of zero8 after each change if it is too much."""
     fp32, zero8 = setup.optimizers
     cases = list(zip((fp32, zero8), needs(model, setup), strict=True))
     if cases[1][1].fits(there):

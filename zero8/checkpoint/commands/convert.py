@@ -93,19 +93,7 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
 
 
 def convert(source: Path, target: Path, to: str) -> dict:
-    """Convert a checkpoint; return a summary.
-
-    Args:
-        source: a path for `open_checkpoint`.
-        target: the file or folder to make.
-        to: a key of TARGETS.
-
-    Raises:
-        ValueError: if the source is damaged or incomplete, or lacks something for the target.
-        FileExistsError: if the target exists.
-        OSError: if the source cannot be read, or the target cannot be written.
-        RuntimeError: if torch fails to write.
-    """
+    """Convert a checkpoint to a target, a key of TARGETS; return a summary."""
     write, _ = TARGETS[to]
     with made_beside(target.absolute()) as made:
         opened = open_checkpoint(source)

@@ -36,11 +36,7 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
 
 
 def compare(first: Source, second: Source) -> dict:
-    """Return the JSON object without the paths: parameters of one side only, and differences.
-
-    Raises:
-        ValueError: if a file or a parameter is damaged.
-    """
+    """Return the JSON object without the paths: parameters of one side only, and differences."""
     first.check()
     second.check()
     ours, theirs = set(first.names()), set(second.names())

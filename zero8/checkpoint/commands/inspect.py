@@ -53,11 +53,7 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
 
 
 def count(source: Source) -> list[Counted]:
-    """Return the counts of each parameter, by name.
-
-    Raises:
-        ValueError: if a file or a parameter is damaged.
-    """
+    """Return the counts of each parameter, by name."""
     source.check()
 
     def counted(name: str) -> Counted:
@@ -141,11 +137,7 @@ def _rows(param: dict) -> list[list[str]]:
 
 
 def plot(found: list[Counted], path: Path) -> None:
-    """Draw the share of each code for each moment, in total and per parameter.
-
-    Raises:
-        ValueError: if there are no 8-bit moments.
-    """
+    """Draw the share of each code for each moment, in total and per parameter."""
     from matplotlib.figure import Figure
 
     numel = [param.entry["numel"] for param in found if param.shares]

@@ -64,11 +64,7 @@ class Contents:
         return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
     def step(self) -> int:
-        """Return the step of all parameters.
-
-        Raises:
-            ValueError: if they have taken different numbers of steps.
-        """
+        """Return the step of all parameters; raise ValueError if they differ."""
         steps = {parameter.step: name for name, parameter in self.parameters.items()}
         if len(steps) > 1:
             (low, one), (high, other) = min(steps.items()), max(steps.items())
@@ -95,10 +91,7 @@ class Contents:
 def read(source: Source, staging: Staging, decoded: bool) -> Contents:
     """Return the contents of a checkpoint, in tensors of `staging`; moments in 8 bits or decoded.
 
-    Raises:
-        ValueError: naming parameter and file, if an element of a parameter is missing or appears
-            twice, its parts are of different steps, or a file is damaged.
-        OSError: if a file cannot be read.
+    Raises ValueError if something is missing, there twice, or does not fit together.
     """
     source.check()
     parameters = {}
@@ -178,11 +171,7 @@ def _model(source: Source, parameters: dict[str, Fragment], staging: Staging) ->
 
 
 def weights_of(contents: Contents, name: str) -> Tensor:
-    """Return the weights of a parameter in float32, with their corrections applied, if any.
-
-    Raises:
-        ValueError: if the checkpoint lacks them.
-    """
+    """Return the weights of a parameter in float32, with their corrections applied, if any."""
     parameter = contents.parameters.get(name)
     weights = parameter.corrected_weights() if parameter else None
     weights = contents.model.get(name) if weights is None else weights

@@ -60,12 +60,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 def load_metadata(path: Path) -> Metadata:
-    """Return the contents of a file `.metadata`, whose places are in files beside it.
-
-    Raises:
-        ValueError: naming the file, if it is damaged, or not such a file.
-        OSError: if it cannot be opened.
-    """
+    """Return the contents of a file `.metadata`, whose places are in files beside it."""
     with io.BufferedReader(opened_at(path, path.parent)) as file, damage_in(path):
         found = _Unpickler(file).load()
         if not isinstance(found, Metadata):

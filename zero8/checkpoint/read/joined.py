@@ -42,9 +42,8 @@ def joined(
         decoded: whether the moments are to be float32, each as its fragment decodes it.
         with_weights: whether to read the weights, which may be twice as large as the states.
 
-    Raises:
-        ValueError: naming file and parameter, if an element is missing or there twice, fragments
-            are of different steps or do not match, or their values are damaged.
+    Raises ValueError, naming file and parameter, if an element is missing or there twice, fragments
+    do not match, or their values are damaged.
     """
     first = fragments[0]
     for fragment in fragments:

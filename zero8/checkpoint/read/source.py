@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of the readers of checkpoints: a stream of parameters with their states."""
+"""The interface of the readers of checkpoints: a stream of parameters with their states.
+
+A damaged file raises ValueError with its name, one that cannot be read OSError.
+"""
 
 import os
 from abc import ABC, abstractmethod
@@ -56,12 +59,7 @@ class Source(ABC):
 
     @abstractmethod
     def fragments(self, name: str) -> list[Fragment]:
-        """Return the fragments of a parameter; tensors are mapped, or of this parameter.
-
-        Raises:
-            ValueError: naming the file, if it is damaged; values are not checked.
-            OSError: if it cannot be read.
-        """
+        """Return the fragments of a parameter; tensors are mapped, or of this parameter."""
 
     @abstractmethod
     def groups(self) -> list[dict]:

@@ -28,26 +28,14 @@ def is_weight(saved: object) -> bool:
 
 
 def values_of(name: object, saved: Tensor | Inert) -> Tensor:
-    """Return the values of a weight in a file of `torch.save`.
-
-    Args:
-        name: of the parameter.
-        saved: the weight as `zero8.checkpoint.read.safe_load` returns it.
-
-    Raises:
-        ValueError: if a weight of torchao lacks its tensors, or they do not fit together.
-    """
+    """Return the values of a weight in a file of `torch.save`."""
     if isinstance(saved, Tensor):
         return saved
     return joined(name, saved.state if isinstance(saved.state, dict) else {})
 
 
 def joined(name: object, parts: Mapping[str, object]) -> Tensor:
-    """Return the values of a weight from its tensors, by their names in `PARTS`.
-
-    Raises:
-        ValueError: if some are missing, or they do not fit together.
-    """
+    """Return the values of a weight from its tensors, by their names in `PARTS`."""
     if CODES not in parts and SCALES not in parts:
         values = next((parts[part] for part in PARTS if part in parts), None)
         if not isinstance(values, Tensor):

@@ -21,11 +21,6 @@ def write_dcp(contents: Contents, path: Path) -> None:
 
     `get_state_dict` expects states of all parameters, so parameters that never got a gradient get
     zeros at step 0, which have no effect.
-
-    Raises:
-        ValueError: if the parameters have no names, or some moments are 8-bit and others of an fp32
-            optimizer, which no single optimizer can load.
-        RuntimeError: if torch.distributed.checkpoint fails.
     """
     from torch.distributed import checkpoint
 

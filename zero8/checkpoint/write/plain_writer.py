@@ -36,11 +36,7 @@ def write_fp32(contents: Contents, path: Path) -> None:
 
 
 def write_bitsandbytes(contents: Contents, path: Path) -> None:
-    """Write a state dict of bitsandbytes' AdamW8bit; needs memory for all codes.
-
-    Raises:
-        ValueError: if some moments are an fp32 optimizer's.
-    """
+    """Write a state dict of bitsandbytes' AdamW8bit; needs memory for all codes."""
     if dense := [name for name, p in contents.parameters.items() if p.is_of_fp32]:
         raise ValueError(
             f"{dense[0]}: got moments of an fp32 Adam, expected 8-bit ones: load the checkpoint "

@@ -44,12 +44,7 @@ _SCALER_PROGRESS = "cur_iter", "last_overflow_iter", "cur_hysteresis"
 
 
 def write_universal(contents: Contents, path: Path) -> None:
-    """Write the folder.
-
-    Raises:
-        ValueError: if parameters have no weights, or names that cannot be those of folders, or
-            different step counts, as ZeRO has a single one.
-    """
+    """Write the folder."""
     contents.check_is_named()
     for name in contents.names:
         if leads_out(name):
