@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from io import FileIO
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
@@ -41,32 +41,20 @@ CHUNK_BYTES = 4 << 20
 """How much of a file is in memory while it is hashed."""
 
 
-@dataclass(frozen=True)
-class File:
-    """A file of a folder.
+class File(NamedTuple):
+    """A file of a folder; its path is relative, with slashes.
 
-    Attributes:
-        path: relative to the folder, with slashes.
-        size_bytes: its size.
-        hash: XXH3 of its contents, which detects accidents, not manipulation.
-        rank: which rank wrote it.
+    The hash is XXH3 of its contents, which detects accidents, not manipulation.
     """
 
     path: str
     size_bytes: int
     hash: str
-    rank: int
+    rank: int  # which wrote it
 
 
-@dataclass(frozen=True)
-class Damage:
-    """What is wrong with a file.
-
-    Attributes:
-        path: relative to the folder.
-        rank: which rank wrote it; None if unknown.
-        reason: the damage.
-    """
+class Damage(NamedTuple):
+    """What is wrong with a file, and which rank wrote it, if known."""
 
     path: str
     rank: int | None
@@ -147,7 +135,7 @@ class Manifest:
 
     def text(self) -> str:
         """Return the JSON text."""
-        files = ",\n".join(f"  {json.dumps(vars(file))}" for file in self.files)
+        files = ",\n".join(f"  {json.dumps(file._asdict())}" for file in self.files)
         before = (
             f'{{\n "format": {FORMAT_VERSION},\n "sequence": {self.sequence},\n'
             f' "world_size": {self.world_size},\n "files": [\n{files}\n ],\n'
@@ -170,11 +158,8 @@ class Manifest:
         An unlisted file is a damage if `is_part`, a missing one if `is_read`, given their paths.
         """
         index, count = share
-        found = [
-            Damage(file.path, file.rank, reason)
-            for file in self.share(index, count)
-            if is_read(file.path) and (reason := self.damage_of(folder, file))
-        ]
+        files = [file for file in self.share(index, count) if is_read(file.path)]
+        found = [damage for file in files if (damage := self.damage_of(folder, file))]
         return found + (self.unlisted(folder, is_part) if index == 0 else [])
 
     def unlisted(
@@ -188,24 +173,26 @@ class Manifest:
             if path not in known and is_part(path)
         ]
 
-    def damage_of(self, folder: Path, file: File) -> str:
-        """Return the damage of a file of the folder, "" if there is none."""
+    def damage_of(self, folder: Path, file: File) -> Damage | None:
+        """Return the damage of a file of the folder, None if there is none."""
+        reason = ""
         try:
             with opened(folder, file.path) as contents:
                 size_bytes = os.fstat(contents.fileno()).st_size
                 if size_bytes != file.size_bytes:
                     kind = "truncated" if size_bytes < file.size_bytes else "too long"
-                    return f"{kind}: got {size_bytes} bytes, expected {file.size_bytes}"
-                digits = hash_of(contents)
+                    reason = f"{kind}: got {size_bytes} bytes, expected {file.size_bytes}"
+                elif (digits := hash_of(contents)) != file.hash:
+                    other = self._by_hash.get(digits)
+                    whose = (
+                        f": they are those of {other.path} of rank {other.rank}" if other else ""
+                    )
+                    reason = f"contents differ{whose}"
         except FileNotFoundError:
-            return "missing"
+            reason = "missing"
         except (OSError, ValueError) as error:
-            return f"cannot be read: {getattr(error, 'strerror', None) or error}"
-        if digits == file.hash:
-            return ""
-        other = self._by_hash.get(digits)
-        whose = f": they are those of {other.path} of rank {other.rank}" if other else ""
-        return f"contents differ{whose}"
+            reason = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        return Damage(file.path, file.rank, reason) if reason else None
 
     def is_there(self, folder: Path) -> bool:
         """Return whether there are files and all have their sizes; does not read them."""

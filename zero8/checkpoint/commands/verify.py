@@ -8,12 +8,13 @@ reads the states and checks their values; and every element of every parameter m
 import argparse
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 from zero8.checkpoint.read.joined import joined
 from zero8.checkpoint.read.open import open_checkpoint
 from zero8.checkpoint.read.source import Source, in_threads, sizes_bytes
-from zero8.files.manifest import Damage, Manifest
+from zero8.files.manifest import Manifest
 from zero8.files.tags import INCOMPLETE, tag_at
 
 
@@ -65,20 +66,14 @@ def _against_manifest(folder: Path) -> tuple[dict[Path, int] | None, list[str]]:
         return None, [what] if is_incomplete else []
     except ValueError as error:
         return {}, [str(error)]
-    files = {folder / file.path: file for file in manifest.files}
-    sizes_bytes = {path: file.size_bytes for path, file in files.items()}
-
-    def check(path: Path) -> Damage | None:
-        reason = manifest.damage_of(folder, files[path])
-        return Damage(files[path].path, files[path].rank, reason) if reason else None
-
-    checked = in_threads("hashes", list(files), check)
+    files = list(manifest.files)
+    checked = in_threads("hashes", files, partial(manifest.damage_of, folder))
     found = [str(damage) for _, damage in checked if damage]
     try:
         found += map(str, manifest.unlisted(folder))
     except (ValueError, OSError) as error:
         found.append(str(error))
-    return sizes_bytes, found
+    return {folder / file.path: file.size_bytes for file in files}, found
 
 
 def _contents(source: Source) -> list[str]:
