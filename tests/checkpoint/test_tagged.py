@@ -23,13 +23,6 @@ def test_saving_that_fails_leaves_an_incomplete_tag_and_latest_as_it_was(tmp_pat
     assert tagged.newest(tmp_path).name == "step1"
 
 
-def test_saving_is_incomplete_while_it_goes_on(tmp_path):
-    with tagged.saving(tmp_path, "step1") as tag:
-        (tag / "file").write_text("written")
-        assert tags.tag_at(tag).state == tags.INCOMPLETE
-        assert tagged.newest(tmp_path) is None
-
-
 @pytest.mark.parametrize("names", [[], ["__0_0.distcp"], ["model/__0_0.distcp", ".metadata"]])
 def test_saving_of_what_is_not_written_yet_is_refused_and_the_tag_before_stays(tmp_path, names):
     """As of dcp.async_save, which nobody has waited for."""
@@ -50,18 +43,6 @@ def test_saving_keeps_so_many_complete_tags(tmp_path):
     assert [tag.name for tag in tags.complete_tags(tmp_path)] == ["step2", "step3"]
     save(tmp_path, "step4")
     assert len(tags.complete_tags(tmp_path)) == 3
-
-
-def test_newest_of_a_folder_without_tags_is_none(tmp_path):
-    assert tagged.newest(tmp_path) is None
-    assert tagged.newest(tmp_path / "none") is None
-
-
-def test_newest_that_is_damaged_is_an_error_that_names_the_file(tmp_path):
-    tag = save(tmp_path, "step1")
-    (tag / "rank0.pt").write_bytes(b"short")
-    with pytest.raises(ValueError, match="rank0.pt"):
-        tagged.newest(tmp_path)
 
 
 def test_ranks_save_find_and_fail_together(standing_ranks, tmp_path):

@@ -70,7 +70,6 @@ def saved_weight(kind: str, parts: object) -> Inert:
 @pytest.mark.parametrize(
     ("parts", "got"),
     [
-        ({"int_data": CODES}, "int_data of shape (3, 5), torch.int8 and scale None"),
         ({"scale": SCALES}, "int_data None"),
         ({"int_data": CODES.float(), "scale": SCALES}, "(3, 5), torch.float32"),
         ({"int_data": CODES[0], "scale": SCALES}, "int_data of shape (5,)"),
