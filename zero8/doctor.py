@@ -117,9 +117,8 @@ def _is_there(name: str) -> bool:
 
 
 def _build_tools(report: dict) -> dict:
-    tools = {"compiler": build.compiler()}
-    report["lines"] += [(name, path or "not found") for name, path in tools.items()]
-    return tools
+    report["lines"].append(("compiler", build.compiler() or "not found"))
+    return {"compiler": build.compiler()}
 
 
 def _op(report: dict) -> dict:

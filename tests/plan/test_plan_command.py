@@ -10,9 +10,8 @@ from doc_blocks import is_shown
 from places import ROOT
 
 from zero8 import cli
-from zero8.plan.deepspeed_config import with_deepspeed_config
 from zero8.plan.model import Model
-from zero8.plan.setup import BY_NAME, Setup
+from zero8.plan.setup import BY_NAME, Setup, with_deepspeed_config
 from zero8.plan.share import share_of
 from zero8.spec.codec import CODECS
 from zero8.state.policy import Policy

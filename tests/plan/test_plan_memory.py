@@ -9,10 +9,9 @@ from plan_worker import BUCKET, SUB_GROUP, Stack, config_of, held_by_engines, he
 
 import zero8
 from benchmarks.states import state_bytes
-from zero8.plan.deepspeed_config import with_deepspeed_config
 from zero8.plan.memory import rows_of, total
 from zero8.plan.model import Model
-from zero8.plan.setup import GPU, HOST, NVME, Setup
+from zero8.plan.setup import GPU, HOST, NVME, Setup, with_deepspeed_config
 from zero8.plan.share import share_of
 from zero8.state.policy import Policy
 
