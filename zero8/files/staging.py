@@ -14,49 +14,27 @@ from torch import Tensor
 
 from zero8.files.atomic import sync_folder
 
-FILE_BYTES = 1 << 26
-"""The size of the files of `Staging`; a larger tensor has its own."""
-_ALIGNMENT_BYTES = 64
+SMALL_BYTES = 1 << 20
+"""Smaller tensors are in memory."""
 
 
-class Staging:
-    """Tensors in mapped temporary files, which the system can write to disk if memory is short.
+def mapped_tensor(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return an uninitialized tensor in a mapped temporary file on the file system of a folder.
 
-    A file is freed with its last tensor.
+    The system can write it to the disk if memory is short; the file is freed with the tensor.  Each
+    has its own storage, as `torch.save` writes whole ones.
     """
-
-    def __init__(self, folder: Path):
-        """Create the files, without names, on the file system of a folder."""
-        self._folder = folder
-        self._storage, self._used_bytes = torch.UntypedStorage(0), 0
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized tensor of its own storage, as `torch.save` writes whole ones."""
-        needed_bytes = math.prod(shape) * dtype.itemsize
-        if needed_bytes == 0:
-            return torch.empty(shape, dtype=dtype)
-        if self._used_bytes + needed_bytes > self._storage.nbytes():
-            self._storage, self._used_bytes = self._file(max(needed_bytes, FILE_BYTES)), 0
-        begin = self._used_bytes
-        self._used_bytes += -(-needed_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        storage = self._storage[begin : begin + needed_bytes]
-        stride = torch.empty(shape, device="meta").stride()
-        return torch.empty(0, dtype=dtype).set_(storage, 0, shape, stride)
-
-    def copy(self, values: Tensor) -> Tensor:
-        """Return a copy of a tensor."""
-        return self.empty(tuple(values.shape), values.dtype).copy_(values.detach())
-
-    def _file(self, size_bytes: int) -> torch.UntypedStorage:
-        handle, path = tempfile.mkstemp(dir=self._folder)
-        try:
-            # Otherwise writing to a page on a full disk would kill the process.
-            os.posix_fallocate(handle, 0, size_bytes)
-            made = torch.UntypedStorage.from_file(path, shared=True, nbytes=size_bytes)
-            return made  # type: ignore[return-value]  # torch annotates a base of it
-        finally:
-            os.close(handle)
-            os.unlink(path)
+    numel = math.prod(shape)
+    if numel * dtype.itemsize < SMALL_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    handle, path = tempfile.mkstemp(dir=folder)
+    try:
+        # Otherwise writing to a page on a full disk would kill the process.
+        os.posix_fallocate(handle, 0, numel * dtype.itemsize)
+        return torch.from_file(path, shared=True, size=numel, dtype=dtype).view(shape)
+    finally:
+        os.close(handle)
+        os.unlink(path)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ and, for decoding, up to 110 bytes for each of 4 million elements and 4 for each
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from zero8.checkpoint.read import contents as contents_of
@@ -23,7 +24,7 @@ from zero8.checkpoint.read.open import open_checkpoint
 from zero8.checkpoint.write.dcp_writer import write_dcp
 from zero8.checkpoint.write.plain_writer import write_bitsandbytes, write_fp32, write_plain
 from zero8.checkpoint.write.universal_writer import name_latest, write_universal
-from zero8.files.staging import Staging, made_beside
+from zero8.files.staging import made_beside, mapped_tensor
 
 Write = Callable[[Contents, Path], None]
 
@@ -97,7 +98,7 @@ def convert(source: Path, target: Path, to: str) -> dict:
     write, _ = TARGETS[to]
     with made_beside(target.absolute()) as made:
         opened = open_checkpoint(source)
-        found = contents_of.read(opened, Staging(made.parent), to in DECODED)
+        found = contents_of.read(opened, partial(mapped_tensor, made.parent), to in DECODED)
         write(found, made)
     if write is write_universal:
         name_latest(target.absolute())

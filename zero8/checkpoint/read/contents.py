@@ -9,9 +9,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from zero8.checkpoint.read.fragment import Fragment
-from zero8.checkpoint.read.joined import joined
+from zero8.checkpoint.read.joined import Empty, joined
 from zero8.checkpoint.read.source import Source
-from zero8.files.staging import Staging
 from zero8.spec.adam import ADAM
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.muon import MUON
@@ -88,15 +87,15 @@ class Contents:
             self.notes.append(f"corrections of bfloat16 weights: {where}")
 
 
-def read(source: Source, staging: Staging, decoded: bool) -> Contents:
-    """Return the contents of a checkpoint, in tensors of `staging`; moments in 8 bits or decoded.
+def read(source: Source, empty: Empty, decoded: bool) -> Contents:
+    """Return the contents of a checkpoint, in tensors of `empty`; moments in 8 bits or decoded.
 
     Raises ValueError if something is missing, there twice, or does not fit together.
     """
     source.check()
     parameters = {}
     for name in tqdm(source.names(), desc="read", unit="parameter", disable=None):
-        parameters[name] = joined(source.fragments(name), staging.empty, decoded=decoded)
+        parameters[name] = joined(source.fragments(name), empty, decoded=decoded)
     if not parameters:
         raise ValueError(f"{source.path}: got no states; was it saved before the first step?")
     groups = source.groups()
@@ -111,7 +110,7 @@ def read(source: Source, staging: Staging, decoded: bool) -> Contents:
         parameters,
         groups,
         kind != "plain" or _are_named(groups),
-        _model(source, parameters, staging),
+        _model(source, parameters, empty),
         source.tied(),
         source.run(),
         source.scaling(),
@@ -155,7 +154,7 @@ def _are_named(groups: list[dict]) -> bool:
     )
 
 
-def _model(source: Source, parameters: dict[str, Fragment], staging: Staging) -> dict[str, Tensor]:
+def _model(source: Source, parameters: dict[str, Fragment], empty: Empty) -> dict[str, Tensor]:
     """Return the model's tensors by name, preferring the weights stored with the moments."""
     tied, found = source.tied(), {}
     readers = source.tensors()
@@ -166,7 +165,8 @@ def _model(source: Source, parameters: dict[str, Fragment], staging: Staging) ->
         if owner in parameters and (weights := parameters[owner].weights) is not None:
             found[name] = weights.view(parameters[owner].shape)
         elif name in readers:
-            found[name] = staging.copy(readers[name]())
+            values = readers[name]().detach()
+            found[name] = empty(tuple(values.shape), values.dtype).copy_(values)
     return found
 
 

@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -73,7 +73,7 @@ class DcpSource(Source):
         with damage_in(self._files[name]):
             there = [entry for entry in sorted(ENTRIES) if prefix + entry in self._entries]
             state = {entry: self._value(prefix + entry) for entry in there}
-            weights = self._weights(name) if self._has_weights(name) else None
+            weights = self._weights(name) if name in self._model else None
             return [fragment_of(self._files[name], name, state, weights)]
 
     def groups(self) -> list[dict]:
@@ -99,32 +99,29 @@ class DcpSource(Source):
 
     def tensors(self) -> dict[str, Callable[[], Tensor]]:
         """See `Source`."""
-        parts = {key for name in self._moments for key in self._parts_of(name).values()}
-        known = [name for name in self._moments if self._has_weights(name)]
-        others = [
-            key.removeprefix(_MODEL)
-            for key, entry in self._entries.items()
-            if isinstance(entry, TensorStorageMetadata)
-            and key.startswith(_MODEL)
-            and key not in parts
-        ]
-        return {name: partial(self._weights, name) for name in dict.fromkeys([*others, *known])}
+        return {name: partial(self._weights, name) for name in self._model}
 
-    def _has_weights(self, name: str) -> bool:
-        return _MODEL + name in self._entries or bool(self._parts_of(name))
+    @cached_property
+    def _model(self) -> dict[str, dict[str, str]]:
+        """By name, the keys of a tensor of the model, by its parts; that of a plain one is ""."""
+        found: dict[str, dict[str, str]] = {}
+        for key, entry in self._entries.items():
+            if not isinstance(entry, TensorStorageMetadata) or not key.startswith(_MODEL):
+                continue
+            name, part = key.removeprefix(_MODEL), ""
+            owner, _, end = name.rpartition(".")
+            # Only of parameters with states: others may have such names.
+            if end in PARTS and owner in self._moments and _MODEL + owner not in self._entries:
+                name, part = owner, end
+            found.setdefault(name, {})[part] = key
+        return found
 
     def _weights(self, name: str) -> Tensor:
         """Return the saved values of a parameter, or another tensor of the model."""
-        parts = self._parts_of(name)
-        if not parts:
-            return self._value(_MODEL + name)
-        return joined(name, {part: self._value(key) for part, key in parts.items()})
-
-    def _parts_of(self, name: str) -> dict[str, str]:
-        """Return the keys of the tensors that a weight of torchao's is saved as, if it is one."""
-        keys = {part: f"{_MODEL}{name}.{part}" for part in PARTS}
-        is_one = name in self._moments and _MODEL + name not in self._entries
-        return {part: key for part, key in keys.items() if is_one and key in self._entries}
+        keys = self._model[name]
+        if "" in keys:
+            return self._value(keys[""])
+        return joined(name, {part: self._value(key) for part, key in keys.items()})
 
     def _value(self, key: str):
         """Return the value of an entry; tensors are joined from their chunks."""
