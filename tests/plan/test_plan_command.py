@@ -106,11 +106,6 @@ def test_plan_of_a_deepspeed_config_takes_its_settings():
     )
 
 
-def test_plan_without_sections_in_the_deepspeed_config_has_deepspeeds_defaults():
-    found = with_deepspeed_config(Setup(), {})
-    assert found == Setup(stage=0, offload="none", dtype="fp32")
-
-
 MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True}
 
 
