@@ -42,7 +42,6 @@ def visit_one(
     steps: tuple = (),
     target: str | None = None,
     grouped: bool = True,
-    before_load=None,
     after_load=None,
 ) -> dict:
     """Load a checkpoint into a new engine, step, save; return what this rank held on the way.
@@ -53,13 +52,10 @@ def visit_one(
         steps: numbers of the steps to take.
         target: folder of checkpoints to save to, as the tag "saved".
         grouped: whether the parameters are in GROUPS.
-        before_load: called with the engine, a function of this module.
-        after_load: the same.
+        after_load: called with the engine, a function of this module.
     """
     engine = engine_of(ds_config, grouped)
     result = {}
-    if before_load:
-        before_load(engine)
     if source is not None:
         path, _ = engine.load_checkpoint(source)
         assert path is not None
@@ -124,12 +120,6 @@ def steps_to_tensors(engine) -> None:
     """Do what torch's AdamW needs after a load: its `step` is a tensor."""
     for state in base_optimizer(engine).state.values():
         state["step"] = torch.tensor(float(state["step"]))
-
-
-def change_frozen(engine) -> None:
-    """Give the frozen parameter other values than it is constructed with."""
-    frozen = engine.module.frozen
-    getattr(frozen, "ds_tensor", frozen).data.fill_(0.5)
 
 
 def error_of_load(ds_config: dict, source: str, grouped: bool = True):
