@@ -156,8 +156,9 @@ class DcpSource(Source):
             raise ValueError(f"{shown(index.fqn)}: got a chunk without a place in a file")
         info = self._places[index]
         begin, end = info.offset, info.offset + info.length
+        file = io.BufferedReader(opened(self.path, info.relative_path))
         # Without a buffer, Linux reads 2 GiB at most.
-        with io.BufferedReader(opened(self.path, info.relative_path)) as file:
+        with file, damage_in(self.path / info.relative_path):
             held = os.fstat(file.fileno()).st_size
             if not 0 <= begin <= end <= held:
                 raise ValueError(f"got {held} bytes, expected some from {begin} to {end}")
