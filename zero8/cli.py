@@ -70,32 +70,19 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Command(prog="zero8", description=ABOUT, epilog=FIRST)
     parser.add_argument("--version", action="version", version=f"zero8 {zero8.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, run, help_text in (
-        ("doctor", _doctor, "say whether everything works here, and if not, why"),
-        ("build", _build, "compile the kernels ahead; the first step does it otherwise"),
+    for name, module, help_text in (
+        ("doctor", "zero8.doctor", "say whether everything works here, and if not, why"),
+        ("build", None, "compile the kernels ahead; the first step does it otherwise"),
+        ("plan", "zero8.plan.command", "estimate memory and time of a run"),
+        (
+            "checkpoint",
+            "zero8.checkpoint.commands.command",
+            "verify, inspect, compare, convert and delete checkpoints",
+        ),
+        ("bench", "zero8.bench", "time a step here, beside DeepSpeed's, torch's"),
     ):
         command = commands.add_parser(name, help=help_text, description=help_text)
-        command.add_argument("--json", action="store_true", help="print one JSON object")
-        command.set_defaults(run=partial(_with_result, run))
-        if run is _doctor:
-            help_text = "list every seam, the places where zero8 changes DeepSpeed"
-            command.add_argument("--verbose", action="store_true", help=help_text)
-        if run is _build:
-            command.add_argument(
-                "--into",
-                metavar="FOLDER",
-                help="build in this folder; TORCH_EXTENSIONS_DIR=FOLDER uses it, or a copy of it",
-            )
-    for name, add, help_text in (
-        ("plan", partial(_add_command, "zero8.plan.command"), "estimate memory and time of a run"),
-        ("checkpoint", _checkpoint, "verify, inspect, compare, convert and delete checkpoints"),
-        (
-            "bench",
-            partial(_add_command, "zero8.bench"),
-            "time a step here, beside DeepSpeed's, torch's",
-        ),
-    ):
-        commands.add_parser(name, help=help_text).add_arguments = add
+        command.add_arguments = partial(_add_command, module) if module else _add_build
     return parser
 
 
@@ -106,12 +93,14 @@ def _add_command(module: str, parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=partial(_with_result, command.run))
 
 
-def _checkpoint(parser: argparse.ArgumentParser) -> None:
-    from zero8.checkpoint.commands import command
-
-    parser.description = "Tools for checkpoints; none needs a GPU or a model."
-    command.add_commands(parser)
-    parser.set_defaults(run=partial(_with_result, command.run))
+def _add_build(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--into",
+        metavar="FOLDER",
+        help="build in this folder; TORCH_EXTENSIONS_DIR=FOLDER uses it, or a copy of it",
+    )
+    parser.set_defaults(run=partial(_with_result, _build))
 
 
 def _build(arguments: argparse.Namespace) -> tuple[int, dict, str]:
@@ -146,13 +135,6 @@ def _cuda_kernels() -> dict[str, str]:
         except (RuntimeError, ValueError) as error:  # offloading works without it
             made[f"sm_{architecture}"] = f"not compiled: {error}"
     return made
-
-
-def _doctor(arguments: argparse.Namespace) -> tuple[int, dict, str]:
-    from zero8 import doctor
-
-    report = doctor.examine()
-    return (0 if report["usable"] else 1), report, doctor.as_text(report, arguments.verbose)
 
 
 if __name__ == "__main__":

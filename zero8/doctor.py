@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zero8 doctor`: checks whether zero8 works on this machine."""
+"""Check whether zero8 works on this machine."""
 
+import argparse
 import importlib
 import importlib.metadata as metadata
 import os
@@ -44,6 +45,19 @@ TORCH_NAMES = {
 torch may change them in any release; `tests/package/test_torch_names.py` finds each use.
 """
 FITTING = "fits"  # names lines that only verbose reports show
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    help_text = "list every seam, the places where zero8 changes DeepSpeed"
+    parser.add_argument("--verbose", action="store_true", help=help_text)
+
+
+def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
+    """Return exit status, JSON object and text."""
+    report = examine()
+    return int(not report["usable"]), report, as_text(report, arguments.verbose)
 
 
 def examine() -> dict:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands `zero8 checkpoint ...`: they need no GPU, no engine and no model."""
+"""Tools for checkpoints; none needs a GPU or a model."""
 
 import argparse
 from pathlib import Path
@@ -8,51 +8,30 @@ from zero8.checkpoint.commands import convert, diff, inspect, verify
 from zero8.environment import extras
 from zero8.files import tags
 
+HELP = {
+    "verify": "check that a checkpoint is whole: exit status 0, or 1 if it is damaged",
+    "inspect": "show the contents of a checkpoint, and how its codes are used",
+    "diff": "list parameters that differ in two checkpoints: exit status 0 for none, else 1",
+    "convert": "convert a checkpoint of one framework for another, keeping 8-bit codes",
+    "seal": "write a manifest for a folder, for verify to compare it with",
+    "prune": "delete the oldest tags of a folder, never the last complete one",
+}
 
-def add_commands(parser: argparse.ArgumentParser) -> None:
-    """Add the commands to the parser of `zero8 checkpoint`."""
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the commands."""
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, add_arguments, run_one, help_text in (
-        (
-            "verify",
-            verify.add_arguments,
-            verify.run,
-            "check that a checkpoint is whole: exit status 0, or 1 if it is damaged",
-        ),
-        (
-            "inspect",
-            inspect.add_arguments,
-            inspect.run,
-            "show the contents of a checkpoint, and how its codes are used",
-        ),
-        (
-            "diff",
-            diff.add_arguments,
-            diff.run,
-            "list parameters that differ in two checkpoints: exit status 0 for none, else 1",
-        ),
-        (
-            "convert",
-            convert.add_arguments,
-            convert.run,
-            "convert a checkpoint of one framework for another, keeping 8-bit codes",
-        ),
-        (
-            "seal",
-            _add_arguments_of_seal,
-            _seal,
-            "write a manifest for a folder, for verify to compare it with",
-        ),
-        (
-            "prune",
-            _add_arguments_of_prune,
-            _prune,
-            "delete the oldest tags of a folder, never the last complete one",
-        ),
-    ):
-        command = commands.add_parser(name, help=help_text, description=help_text)
+    for name, (add, run_one) in {
+        "verify": (verify.add_arguments, verify.run),
+        "inspect": (inspect.add_arguments, inspect.run),
+        "diff": (diff.add_arguments, diff.run),
+        "convert": (convert.add_arguments, convert.run),
+        "seal": (_add_arguments_of_seal, _seal),
+        "prune": (_add_arguments_of_prune, _prune),
+    }.items():
+        command = commands.add_parser(name, help=HELP[name], description=HELP[name])
         command.add_argument("--json", action="store_true", help="print one JSON object")
-        add_arguments(command)
+        add(command)
         command.set_defaults(run_checkpoint=run_one)
 
 
