@@ -2,6 +2,7 @@
 """What the ranks of the tests of universal checkpoints run: load, look, step, save."""
 
 import torch
+from convert_model import SHAPES
 from ranks import error_of
 from zero_worker import MOMENTS, Bag, base_optimizer, config, held, make_engine, take_step
 
@@ -11,17 +12,7 @@ from zero8.spec.adam import UNKNOWN_HISTORY
 class Parts(Bag):
     """Parameters of every kind of place in a universal checkpoint; gradients as those of `Bag`."""
 
-    SHAPES = {
-        "embed": (67, 96),  # rows of one block of 96
-        "wide": (20, 300),  # 256 + 44
-        "conv": (6, 10, 9, 13),  # rows of 117: two dimensions kept
-        "lora_b": (701, 8),  # blocks of 32 rows; the last has 29
-        "small": (37, 41),  # fewer than 4096 elements: float32 moments
-        "bias": (131,),  # one dimension: float32 moments
-        "single": (1,),  # with a group of its own, on one rank alone
-        "unused": (60, 70),  # never gets a gradient
-        "frozen": (50, 90),  # does not want one
-    }
+    SHAPES = SHAPES
 
 
 GROUPS = (
