@@ -218,8 +218,6 @@ PLAIN = {
     "a step of 10^5 digits": lambda: with_entry("step", number_of(330_000)),
     "a step of NaN": lambda: with_entry("step", value(float("nan"))),
     "a step of -1": lambda: with_entry("step", value(-1)),
-    "a step of text": lambda: with_entry("step", value("9" * 10_000)),
-    "a step of a tensor": lambda: with_entry("step", tensor(floats(), [256], [1])),
     "no step": lambda: with_entry("step", value(None)),
     "a moment of text": lambda: with_entry("exp_avg", value("x")),
     "moments of other lengths": lambda: with_entry("exp_avg", tensor(floats(), [255], [1])),
@@ -238,35 +236,21 @@ PLAIN = {
     "groups without params": lambda: saved(
         value({"state": {0: {"step": 1}}, "param_groups": [{}]})
     ),
-    "groups of numbers": lambda: saved(value({"state": {0: {"step": 1}}, "param_groups": [1]})),
-    "names of lists": lambda: saved(
-        value(
-            {
-                "state": {0: {"step": 1}},
-                "param_groups": [{"params": [0], "param_names": [["x"]]}],
-            }
-        )
-    ),
     "no data.pkl": lambda: b"dada.pkl".join(saved(value({})).rsplit(b"data.pkl", 1)),
     "an entry beyond": lambda: claiming(2**31),
     "a zip of nothing": lambda: b"PK\5\6" + bytes(18),
     "empty": lambda: b"",
-    "one byte": lambda: b"x",
-    "zeros": lambda: bytes(4096),
     "a bare pickle": lambda: b"\x80\x02" + call("os", "system", value("touch ran")) + STOP,
 }  # fmt: skip
 ZERO = {
     "a version of laughs": lambda: moment(version=laughs()),
     "version 4": lambda: moment(version=value(4)),
-    "a name of laughs": lambda: moment(name=laughs()),
     "a name of nested tuples": lambda: moment(name=b"N" + b"\x85" * 100_000),
     "a shape of laughs": lambda: moment(shape=laughs()),
     "a shape of 10^5 sizes": lambda: moment(shape=[2**48] * 10**5),
     "2^48 elements": lambda: moment(shape=[2**24, 2**24], **{"numel": 2**48}),
-    "pieces of text": lambda: moment(pieces=value("x" * 1000)),
     "pieces that are numbers": lambda: moment(pieces=value([1, 2])),
     "a hash of -1": lambda: moment(**FITTING, hash=value(-1)),
-    "a hash of 2^64": lambda: moment(**FITTING, hash=value(2**64)),
     "another hash": lambda: moment(**FITTING, hash=value(1)),
     "one moment alone": with_first_moment,
     "one moment twice": lambda: with_first_moment(exp_avg_sq=made_moment(**FITTING)),
@@ -276,7 +260,6 @@ ZERO = {
     "moments of two codecs": lambda: with_first_moment(
         exp_avg_sq=second_moment(codec=value(1), scales=(0,))
     ),
-    "a description of text": lambda: zero_file(dict_of({"exp_avg": pickled(*[value("x")] * 4)})),
     "codes that are a number": lambda: zero_file(dict_of({"exp_avg": pickled(*[value(1)] * 4)})),
     "a state of a tensor": lambda: zero_file(tensor(floats(), [256], [1])),
     "a state of laughs": lambda: zero_file(laughs()),
@@ -346,20 +329,14 @@ DCP_FOLDERS = {
         + STOP
     ),
     "a file above": lambda: metadata(places=[place("state.p.exp_avg", file="../x.distcp")]),
-    "an absolute file": lambda: metadata(places=[place("state.p.exp_avg", file="/etc/passwd")]),
     "the folder above": lambda: metadata(places=[place("state.p.exp_avg", file="..")]),
-    "no file": lambda: metadata(places=[place("state.p.exp_avg", file="")]),
-    "a file with a zero in it": lambda: metadata(places=[place("state.p.exp_avg", file="a\0b")]),
     "a file of a number": lambda: metadata(places=[place("state.p.exp_avg", file=3)]),
-    "a file of laughs": lambda: metadata(places=[place("state.p.exp_avg", file=laughs())]),
     "a file that is not there": lambda: metadata(places=[place("state.p.exp_avg", file="x")]),
     "a folder for a file": lambda: metadata(places=[place("state.p.exp_avg", file="folder")]),
     "a pipe for a file": lambda: metadata(places=[place("state.p.exp_avg", file="pipe")]),
     "a negative offset": lambda: metadata(places=[place("state.p.exp_avg", begin=-1)]),
-    "a negative length": lambda: metadata(places=[place("state.p.exp_avg", length=-1)]),
     "a length beyond": lambda: metadata(places=[place("state.p.exp_avg", length=2**36)]),
     "an offset beyond": lambda: metadata(places=[place("state.p.exp_avg", begin=2**61)]),
-    "an offset of text": lambda: metadata(places=[place("state.p.exp_avg", begin="0")]),
     "compressed": lambda: metadata(
         places=[place("state.p.exp_avg", transform_descriptors=["zstd"])]
     ),
@@ -377,7 +354,6 @@ DCP_FOLDERS = {
         chunks=list_of(chunk((0, 0), (HUGE, 1)), chunk((0, 1), (HUGE, 1))),
         places=[place("state.p.exp_avg"), place("state.p.exp_avg", (0, 1))],
     ),
-    "sizes of 10^6 dimensions": lambda: metadata(size=(1,) * 10**6, chunks=list_of()),
     "negative sizes": lambda: metadata(size=(-4, -64), chunks=list_of(chunk((0, 0), (-4, -64)))),
     "sizes of laughs": lambda: metadata(chunks=laughs()),
     "a key of 10^6 characters": lambda: metadata(key="state." * 170_000),
@@ -476,14 +452,8 @@ def described(*moments: str, **changes) -> bytes:
 
 
 FOLDERS_OF_ZERO = {
-    "latest above": latest(b"../x"),
-    "latest absolute": latest(b"/etc"),
     "latest of itself": latest(b"."),
-    "latest the folder above": latest(b".."),
-    "latest empty": latest(b""),
     "latest not there": latest(b"global_step3"),
-    "latest with a zero": latest(b"a\0b"),
-    "latest no text": latest(b"\xff\xfe\xfd"),
     "latest of a folder without anything": latest(b"tag"),
     "latest of 1 GiB": long_latest,
     "tags for ever": tags_for_ever,
@@ -497,19 +467,11 @@ FOLDERS_OF_ZERO = {
     "swap: a description beyond": swap(described(), count=2**32 - 1),
     "swap: 2^32 numbers": swap_that_claims(2**32 - 1, 2**32 - 1),
     "swap: more numbers than the header holds": swap_that_claims(1, 60),
-    "swap: no numbers": swap_that_claims(0, 0),
     "swap: nested lists": swap(b"[" * 100_000),
-    "swap: a list": swap(b"[]"),
-    "swap: lists of moments": swap(b'{"moments": [[], []], "correction_numel": 0}'),
     "swap: one moment alone": swap(described("exp_avg")),
-    "swap: moments exchanged": swap(described("exp_avg_sq", "exp_avg")),
-    "swap: an empty list of moments": swap(b'{"moments": [], "correction_numel": 0}'),
     "swap: 2^48 elements": swap(described(numel=2**48, pieces=[
         {"name": "p", "identity": 1, "shape": [2**24, 2**24], "first": 0, "start": 0,
          "numel": 2**48, "block_size": 256}])),
-    "swap: a number of 5000 digits": swap(
-        described().replace(b'"numel": 0', b'"numel": ' + b"9" * 5000)
-    ),
 }  # fmt: skip
 
 

@@ -1,37 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of `torch.distributed.checkpoint`: chunks of tensors, and a file of metadata.
+"""Folders of `torch.distributed.checkpoint`: chunks of tensors, and a file `.metadata` of places.
+
+torch unpickles that freely.  Here nothing but the classes of such files is made.
 
 Optimizer states are recognized by the keys that torch.distributed.checkpoint.state_dict makes,
 flattened or not: `<prefix>state.<parameter>.<entry>`.  Weights of parameters with states that are
-saved as the parts of torchao's classes are put together (`zero8.checkpoint.read.torchao_weights`).
+saved as the parts of torchao's classes are put together (`zero8.checkpoint.read.torchao`).
 """
 
 import io
 import math
 import os
+import pickle
 import re
 from collections.abc import Callable
 from functools import cached_property, partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
 
-from zero8.checkpoint.read.dcp_metadata import load_metadata
-from zero8.checkpoint.read.fragment import Fragment
+from zero8.checkpoint.read.fragment import Fragment, fragment_of
 from zero8.checkpoint.read.safe_load import damage_in, load_bytes
 from zero8.checkpoint.read.source import Facts, Source
-from zero8.checkpoint.read.states import fragment_of
-from zero8.checkpoint.read.torchao_weights import PARTS, joined
-from zero8.files.inside import opened
+from zero8.checkpoint.read.torchao import PARTS, weight_of
+from zero8.files.inside import opened, opened_at
 from zero8.spec.shown import shown
 from zero8.state.entries import ENTRIES, FIRST_ENTRIES
+
+MAX_KEY_CHARACTERS = 4096
+"""The longest key: to match it takes time quadratic in its length."""
+_DCP = "torch.distributed.checkpoint"
+_CLASSES = {
+    *(
+        f"{_DCP}.metadata.{name}"
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    f"{_DCP}.filesystem._StorageInfo",
+    "torch.Size",
+    "torch.serialization._get_layout",
+    "collections.OrderedDict",
+}
 
 METADATA = ".metadata"
 _MODEL = "model."
@@ -121,7 +146,7 @@ class DcpSource(Source):
         keys = self._model[name]
         if "" in keys:
             return self._value(keys[""])
-        return joined(name, {part: self._value(key) for part, key in keys.items()})
+        return weight_of(name, {part: self._value(key) for part, key in keys.items()})
 
     def _value(self, key: str):
         """Return the value of an entry; tensors are joined from their chunks."""
@@ -174,3 +199,49 @@ class DcpSource(Source):
 
 def _as_number(key: str) -> tuple[int, str]:
     return (int(key) if key.isdigit() else -1), key
+
+
+# --- The metadata -------------------------------------------------------------------------------
+
+
+class _Unpickler(pickle._Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        full = f"{module}.{name}"
+        if full == "builtins.getattr":  # by which Python 3.11.0 to 3.11.3 pickle members of enums
+            return lambda owner, member: owner.__members__[member]
+        if (module.partition(".")[0], name) == ("pathlib", "PosixPath"):
+            return PurePosixPath
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if full not in _CLASSES and not is_dtype:
+            raise pickle.UnpicklingError(f"got {shown(full)}, which such files do not hold")
+        return super().find_class(module, name)
+
+    def _build(self) -> None:
+        if callable(self.stack[-2]):
+            raise pickle.UnpicklingError("it sets attributes of a class or function")
+        self.load_build()
+
+    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}
+
+
+def load_metadata(path: Path) -> Metadata:
+    """Return the contents of a file `.metadata`, whose places are in files beside it."""
+    with io.BufferedReader(opened_at(path, path.parent)) as file, damage_in(path):
+        found = _Unpickler(file).load()
+        if not isinstance(found, Metadata):
+            raise ValueError(f"not metadata of {_DCP}: got {shown(found)}")
+        for key in found.state_dict_metadata:
+            if not isinstance(key, str) or len(key) > MAX_KEY_CHARACTERS:
+                raise ValueError(
+                    f"got {shown(key)}, expected a key of {MAX_KEY_CHARACTERS} at most"
+                )
+        for info in found.storage_data.values():
+            name = info.relative_path
+            if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+                raise ValueError(f"got a file {shown(name)}, expected a name in the same folder")
+            if getattr(info, "transform_descriptors", None):
+                raise ValueError(
+                    f"{name}: got a tensor that is compressed or encrypted, which zero8 does not "
+                    "read"
+                )
+        return found

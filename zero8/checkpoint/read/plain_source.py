@@ -12,12 +12,10 @@ from pathlib import Path
 from torch import Tensor
 
 from zero8.checkpoint.read.bitsandbytes import from_bitsandbytes, is_of_bitsandbytes
-from zero8.checkpoint.read.fragment import Fragment
+from zero8.checkpoint.read.fragment import Fragment, fragment_of
 from zero8.checkpoint.read.safe_load import damage_in, load
 from zero8.checkpoint.read.source import Facts, Source
-from zero8.checkpoint.read.states import fragment_of
-from zero8.checkpoint.read.torchao import from_torchao, is_of_torchao
-from zero8.checkpoint.read.torchao_weights import is_weight, values_of
+from zero8.checkpoint.read.torchao import from_torchao, is_of_torchao, is_weight, values_of
 from zero8.spec.shown import shown
 
 LIBRARIES: dict[str, tuple[Callable[[object], bool], Callable[[dict], dict]]] = {

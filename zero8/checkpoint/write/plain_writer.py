@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zero8.checkpoint.read.bitsandbytes import to_bitsandbytes
 from zero8.checkpoint.read.contents import Contents
-from zero8.files.staging import save
+from zero8.files.atomic import save
 from zero8.spec.algorithm import Algorithm
 
 

@@ -26,8 +26,8 @@ from tqdm import tqdm
 from zero8.checkpoint.read.contents import Contents, weights_of
 from zero8.checkpoint.read.inert import Inert, names_in
 from zero8.environment import extras
+from zero8.files.atomic import save
 from zero8.files.inside import leads_out
-from zero8.files.staging import save
 from zero8.files.tags import LATEST_UNIVERSAL, write_latest
 from zero8.spec.shown import shown
 
