@@ -17,9 +17,8 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from zero8.environment import flock
 from zero8.files.atomic import sync_folder, write_atomically
@@ -43,16 +42,11 @@ LIMIT_BYTES = 4096
 COMPLETE, INCOMPLETE, UNVERIFIED, DAMAGED = "complete", "incomplete", "unverified", "damaged"
 
 
-@dataclass(frozen=True)
-class Tag:
-    """A tag, without its files.
+class Tag(NamedTuple):
+    """A tag, without its files: its name, state, and sequence number, 0 if unknown.
 
-    Attributes:
-        name: of the folder.
-        state: COMPLETE; INCOMPLETE: saving or deleting it was interrupted; UNVERIFIED: saved
-            without zero8; DAMAGED: its manifest cannot be read.
-        sequence: its sequence number; 0 if unknown.
-        problem: if DAMAGED, the error of reading the manifest.
+    COMPLETE; INCOMPLETE: saving or deleting it was interrupted; UNVERIFIED: saved without zero8;
+    DAMAGED: its manifest cannot be read, for a problem in words.
     """
 
     name: str

@@ -21,23 +21,19 @@ class Contents:
     """The contents of a checkpoint, independent of frameworks.
 
     Attributes:
+        source: where they are from, which has more on the run.
         parameters: the parameters that have moments, by name.
         groups: options of the parameter groups, each with the names of its "params".
         is_named: whether these are names, not numbers in constructor order.
         model: the model's tensors by name; master weights if there are any.
-        tied: further names of shared parameters, with their first names.
-        run: the progress of the run and what its script saved, under DeepSpeed's names.
-        scaling: the state of loss scaling and clipping, under DeepSpeed's names.
         notes: messages on contents that a conversion drops.
     """
 
+    source: Source
     parameters: dict[str, Fragment]
     groups: list[dict]
     is_named: bool
     model: dict[str, Tensor]
-    tied: dict[str, str]
-    run: dict
-    scaling: dict
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -105,16 +101,8 @@ def read(source: Source, empty: Empty, decoded: bool) -> Contents:
         states = ", ".join(f"{one.name} of {name}" for one, name in found.items())
         raise ValueError(f"{source.path}: got states of several algorithms: {states}")
     _check_groups(source, parameters, groups)
-    kind = source.facts().kind
-    return Contents(
-        parameters,
-        groups,
-        kind != "plain" or _are_named(groups),
-        _model(source, parameters, empty),
-        source.tied(),
-        source.run(),
-        source.scaling(),
-    )
+    is_named = source.facts().kind != "plain" or _are_named(groups)
+    return Contents(source, parameters, groups, is_named, _model(source, parameters, empty))
 
 
 def _tell_muons(parameters: dict[str, Fragment], groups: list[dict]) -> None:

@@ -90,7 +90,7 @@ def _write_groups(contents: Contents, step: int, path: Path) -> None:
     for_stage3 = {"state": {0: {"step": step}}, "param_groups": groups}
     save(
         {
-            **_scaling(contents.scaling),
+            **_scaling(contents.source.scaling()),
             "param_groups": groups,
             "optimizer_state_dict": for_stage3,
             "ds_version": DEEPSPEED_VERSION,
@@ -133,17 +133,18 @@ def _only(found: dict, keys: tuple[str, ...]) -> dict:
 
 
 def _write_run(contents: Contents, step: int, folder: Path) -> None:
+    run, tied = contents.source.run(), contents.source.tied()
     rest = {
         name: values
         for name, values in contents.model.items()
-        if contents.tied.get(name, name) not in contents.parameters
+        if tied.get(name, name) not in contents.parameters
     }
     if rest:
         contents.notes.append(
             "engines do not read frozen parameters and buffers from universal checkpoints: tensors "
             f'without moments are under "module" in the model-state files: {list(rest)}'
         )
-    others = {key: names for key, value in contents.run.items() if (names := names_in(value))}
+    others = {key: names for key, value in run.items() if (names := names_in(value))}
     for key, names in others.items():
         contents.notes.append(f"{key!r} was left out: it holds objects of {sorted(names)}")
     states = {
@@ -152,7 +153,7 @@ def _write_run(contents: Contents, step: int, folder: Path) -> None:
         "global_steps": step,
         "skipped_steps": 0,
         "lr_scheduler": None,
-        **{key: value for key, value in contents.run.items() if key not in others},
+        **{key: value for key, value in run.items() if key not in others},
         "dp_world_size": 1,
         "mp_world_size": 1,
         "ds_version": DEEPSPEED_VERSION,
