@@ -5,13 +5,15 @@ import argparse
 import json
 from pathlib import Path
 
-from zero8.environment.extras import USAGE
 from zero8.plan.memory import Memory
 from zero8.plan.model import Model
 from zero8.plan.report import GIB, Plan, summary, text
 from zero8.plan.setup import BY_NAME, CHOICES, Setup, with_deepspeed_config
 from zero8.plan.step_time import Hardware
 from zero8.spec.codec import CODECS, DEFAULT_CODEC
+
+TROUBLE = 2
+"""Exit status of a failed plan, as of wrong usage."""
 
 OF_CONFIG = ("engine", "stage", "offload", "dtype", "optimizer", "codec")
 """Options that a DeepSpeed config replaces."""
@@ -76,7 +78,7 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
         plan = _plan(arguments)
         return 0, summary(plan), text(plan)
     except (ValueError, OSError) as error:
-        return USAGE, {"error": str(error)}, f"zero8 plan: {error}"
+        return TROUBLE, {"error": str(error)}, f"zero8 plan: {error}"
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:

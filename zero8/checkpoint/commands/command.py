@@ -5,9 +5,10 @@ import argparse
 from pathlib import Path
 
 from zero8.checkpoint.commands import convert, diff, inspect, verify
-from zero8.environment import extras
 from zero8.files import tags
 
+TROUBLE = 2
+"""Exit status of a command that failed, as of wrong usage."""
 HELP = {
     "verify": "check that a checkpoint is whole: exit status 0, or 1 if it is damaged",
     "inspect": "show the contents of a checkpoint, and how its codes are used",
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
         text = str(error)
     except (MemoryError, RecursionError) as error:
         text = f"{type(error).__name__}: the checkpoint needs more memory or stack than available"
-    return extras.USAGE, {"error": text}, f"zero8 checkpoint: {text}"
+    return TROUBLE, {"error": text}, f"zero8 checkpoint: {text}"
 
 
 def _add_arguments_of_seal(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,7 @@
 
 import argparse
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tabulate import tabulate
@@ -14,7 +14,6 @@ from zero8.checkpoint.read.joined import joined
 from zero8.checkpoint.read.open import open_checkpoint
 from zero8.checkpoint.read.source import Source, in_threads, sizes_bytes
 from zero8.checkpoint.read.statistics import counts_of, order_of_codes, summary
-from zero8.environment import extras
 
 MOST_ROWS = 60
 """The number of parameters in the plot, the largest ones, so that rows stay readable."""
@@ -41,13 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
     """Return exit status, JSON object and text."""
     if arguments.plot is not None:
-        extras.need("matplotlib")
+        from matplotlib.figure import Figure  # which may be missing: before the work
     source = open_checkpoint(arguments.path)
     found = count(source)
     result = result_of(source, [one.entry for one in found])
     lines = text(result)
     if arguments.plot is not None:
-        plot(found, arguments.plot)
+        plot(found, Figure((12, 4)), arguments.plot)
         lines += f"\nwrote {arguments.plot}"
     return 0, result, lines
 
@@ -136,16 +135,14 @@ def _rows(param: dict) -> list[list[str]]:
     return rows
 
 
-def plot(found: list[Counted], path: Path) -> None:
-    """Draw the share of each code for each moment, in total and per parameter."""
-    from matplotlib.figure import Figure
-
+def plot(found: list[Counted], figure: Any, path: Path) -> None:
+    """Draw into a figure the share of each code for each moment, in total and per parameter."""
     numel = [param.entry["numel"] for param in found if param.shares]
     if not numel:
         raise ValueError("--plot: the checkpoint has no 8-bit moments")
     smallest = sorted(numel)[-MOST_ROWS:][0]
     params = [p for p in found if p.shares and p.entry["numel"] >= smallest][:MOST_ROWS]
-    figure = Figure((12, 4 + 0.16 * len(params)), layout="constrained")
+    figure.set(size_inches=(12, 4 + 0.16 * len(params)), layout_engine="constrained")
     names = list(dict.fromkeys(name for param in params for name in param.shares))
     heights = (1, 0.25 + 0.06 * len(params))
     axes = figure.subplots(2, len(names), height_ratios=heights, squeeze=False)

@@ -25,7 +25,6 @@ from tqdm import tqdm
 
 from zero8.checkpoint.read.contents import Contents, weights_of
 from zero8.checkpoint.read.inert import Inert, names_in
-from zero8.environment import extras
 from zero8.files.atomic import save
 from zero8.files.inside import leads_out
 from zero8.files.tags import LATEST_UNIVERSAL, write_latest
@@ -106,7 +105,6 @@ def _scaling(found: dict) -> dict:
     is_dynamic = isinstance(scaler, Inert) and scaler.name == _DYNAMIC_SCALER
     if not is_dynamic or not isinstance(scaler.state, dict) or names_in(scaler.state):
         return rest
-    extras.need("deepspeed")
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
     state = scaler.state
