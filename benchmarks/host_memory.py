@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import record
-from zero8.plan.deepspeed_config import with_deepspeed_config
 from zero8.plan.memory import rows_of
 from zero8.plan.model import Model
-from zero8.plan.setup import Setup
+from zero8.plan.setup import Setup, with_deepspeed_config
 
 MODULE = "benchmarks.host_memory"
 WIDTH = 4096

@@ -25,8 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from zero8.files.seal import verify
-from zero8.files.tags import complete_tags
+from zero8.files.tags import complete_tags, verify
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIMIZER = "Adam8bitBlockwise"

@@ -13,9 +13,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from tabulate import tabulate
@@ -33,34 +32,17 @@ WARM_UP_ROUNDS = 3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-@dataclass(frozen=True)
-class Contender:
-    """A step to time over one parameter.
+class Contender(NamedTuple):
+    """A step to time over one parameter, whose weights are of a dtype in `DTYPES`.
 
-    Attributes:
-        name: what steps.
-        dtype: of the weights, a key of `DTYPES`.
-        step: takes a step.
-        moved_bytes: that a step reads and writes, without scales of blocks: the gradient once, the
-            weights and moments twice.
+    It reads and writes `moved_bytes`: the gradient once, the weights and moments twice; scales of
+    blocks do not count.
     """
 
     name: str
     dtype: str
     step: Callable[[], object]
     moved_bytes: int
-
-
-@dataclass(frozen=True)
-class Row:
-    """The time of a step: median, and 10th and 90th percentile, in ns per parameter."""
-
-    name: str
-    dtype: str
-    ns_per_param: float
-    ns_per_param_p10: float
-    ns_per_param_p90: float
-    gb_per_s: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,14 +68,20 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
         contenders, missing = _contenders(arguments.numel)
         rows = measure(contenders, arguments.numel, ROUNDS)
         result |= {"threads": torch.get_num_threads(), "isa": kernel.default_isa()}
-    result |= {"rows": [asdict(row) for row in rows], "missing": missing}
+    result |= {"rows": rows, "missing": missing}
     return 0, result, _text(result)
 
 
-def measure(contenders: list[Contender], numel: int, rounds: int) -> list[Row]:
-    """Return a row per contender."""
+def measure(contenders: list[Contender], numel: int, rounds: int) -> list[dict]:
+    """Return a row per contender; times are median, and 10th and 90th percentile."""
     times_ns = in_turns([partial(wall_ns, one.step) for one in contenders], rounds)
-    return [_row(*pair, numel) for pair in zip(contenders, times_ns, strict=True)]
+    rows = []
+    for one, times in zip(contenders, times_ns, strict=True):
+        median, low, high = spread(times)
+        row = {"name": one.name, "dtype": one.dtype, "ns_per_param": median / numel}
+        row |= {"ns_per_param_p10": low / numel, "ns_per_param_p90": high / numel}
+        rows.append({**row, "gb_per_s": one.moved_bytes / median})
+    return rows
 
 
 def in_turns(calls: Sequence[Callable[[], T]], rounds: int) -> list[list[T]]:
@@ -126,12 +114,6 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
     return statistics.median(values), tenths[0], tenths[-1]
 
 
-def _row(contender: Contender, times_ns: list[int], numel: int) -> Row:
-    median, *tenths = spread(times_ns)
-    each = (value / numel for value in (median, *tenths))
-    return Row(contender.name, contender.dtype, *each, contender.moved_bytes / median)
-
-
 def copy(num_bytes: int, device: str = "cpu") -> Callable[[], object]:
     """Return a copy that reads half of so many bytes, and writes the other half."""
     source, target = torch.ones(2, num_bytes // 2, dtype=torch.uint8, device=device)
@@ -145,10 +127,8 @@ def _contenders(numel: int) -> tuple[list[Contender], dict[str, str]]:
         param = torch.nn.Parameter(_random(numel, dtype, 1.0))
         param.grad = _random(numel, dtype, 1e-3)
         ours = _contender("zero8", dtype, param, 2, partial(Adam8bitBlockwise, **HYPER))
-        of_bytes = Contender(
-            "copy of zero8's bytes", dtype, copy(ours.moved_bytes), ours.moved_bytes
-        )
-        found += [ours, of_bytes]
+        moved = copy(ours.moved_bytes)
+        found += [ours, Contender("copy of zero8's bytes", dtype, moved, ours.moved_bytes)]
         for name, make in _PEERS.items():
             try:
                 moments_bytes = 2 * param.element_size()

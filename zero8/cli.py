@@ -69,22 +69,18 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Command(prog="zero8", description=ABOUT, epilog=FIRST)
     parser.add_argument("--version", action="version", version=f"zero8 {zero8.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    help_text = "say whether everything works here, and if not, why"
-    command = commands.add_parser("doctor", help=help_text, description=help_text)
-    command.add_argument("--json", action="store_true", help="print one JSON object")
-    help_text = "list every seam, the places where zero8 changes DeepSpeed"
-    command.add_argument("--verbose", action="store_true", help=help_text)
-    command.set_defaults(run=partial(_with_result, _doctor))
-    for name, add, help_text in (
-        ("plan", partial(_add_command, "zero8.plan.command"), "estimate memory and time of a run"),
-        ("checkpoint", _checkpoint, "verify, inspect, compare, convert and delete checkpoints"),
+    for name, module, help_text in (
+        ("doctor", "zero8.doctor", "say whether everything works here, and if not, why"),
+        ("plan", "zero8.plan.command", "estimate memory and time of a run"),
         (
-            "bench",
-            partial(_add_command, "zero8.bench"),
-            "time a step here, beside DeepSpeed's, torch's",
+            "checkpoint",
+            "zero8.checkpoint.commands.command",
+            "verify, inspect, compare, convert and delete checkpoints",
         ),
+        ("bench", "zero8.bench", "time a step here, beside DeepSpeed's, torch's"),
     ):
-        commands.add_parser(name, help=help_text).add_arguments = add
+        command = commands.add_parser(name, help=help_text, description=help_text)
+        command.add_arguments = partial(_add_command, module)
     return parser
 
 
@@ -93,21 +89,6 @@ def _add_command(module: str, parser: argparse.ArgumentParser) -> None:
     parser.description = command.__doc__
     command.add_arguments(parser)
     parser.set_defaults(run=partial(_with_result, command.run))
-
-
-def _checkpoint(parser: argparse.ArgumentParser) -> None:
-    from zero8.checkpoint.commands import command
-
-    parser.description = "Tools for checkpoints; none needs a GPU or a model."
-    command.add_commands(parser)
-    parser.set_defaults(run=partial(_with_result, command.run))
-
-
-def _doctor(arguments: argparse.Namespace) -> tuple[int, dict, str]:
-    from zero8 import doctor
-
-    report = doctor.examine()
-    return (0 if report["usable"] else 1), report, doctor.as_text(report, arguments.verbose)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`zero8 doctor`: checks whether zero8 works on this machine."""
+"""Check whether zero8 works on this machine."""
 
+import argparse
 import importlib
 import importlib.metadata as metadata
 import os
+import pkgutil
 import platform
 import re
 import time
@@ -13,13 +15,49 @@ from packaging.specifiers import SpecifierSet
 
 import zero8
 from zero8.deepspeed import seams
-from zero8.environment import torch_names
 from zero8.environment.versions import TESTED
 from zero8.op import build, cuda, cuda_compile, kernel
 from zero8.op.threads import step_threads
 from zero8.optimizer.elementwise import Adam8bitBlockwise
 
+TORCH_NAMES = {
+    "torch._compile._disable_dynamo": "keeps steps out of compiled graphs",
+    "torch._C._disabled_torch_function_impl": "keeps moments from being wrapped",
+    "torch._C.DisableTorchFunctionSubclass": "has buffers act as plain tensors",
+    "torch._C._set_throw_on_mutable_data_ptr": "keeps moments' addresses secret",
+    "torch._C._DisableAutocast": "keeps the arithmetic of steps out of autocast",
+    "torch.Tensor._make_wrapper_subclass": "makes the tensors of moments",
+    "torch.optim.optimizer._global_optimizer_pre_hooks": "notices hooks of all steps",
+    "torch.optim.optimizer._global_optimizer_post_hooks": "notices hooks of all steps",
+    "torch.optim.Optimizer._process_value_according_to_param_policy": "casts entries of other code",
+    "torch.utils._pytree.tree_map_only": "finds moments among arguments",
+    "torch.utils._pytree.tree_leaves": "finds tensors among results",
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "recognizes tensors of others",
+    "torch.distributed.tensor._dtensor_spec.DTensorSpec": "makes the DTensors of states",
+    "torch.distributed.tensor._dtensor_spec.TensorMeta": "makes the DTensors of states",
+    "torch.distributed.tensor.placement_types._StridedShard": "recognizes shards of rows that are "
+    "not consecutive",
+    "torch.distributed.tensor.placement_types.Shard._split_tensor": "computes a rank's rows",
+    "torch.distributed.ProcessGroup._device_types": "chooses a reduction's device",
+}
+"""The private names of torch that zero8 relies on, and what it does with each.
+
+torch may change them in any release; `tests/package/test_torch_names.py` finds each use.
+"""
 FITTING = "fits"  # names lines that only verbose reports show
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    help_text = "list every seam, the places where zero8 changes DeepSpeed"
+    parser.add_argument("--verbose", action="store_true", help=help_text)
+
+
+def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
+    """Return exit status, JSON object and text."""
+    report = examine()
+    return int(not report["usable"]), report, as_text(report, arguments.verbose)
 
 
 def examine() -> dict:
@@ -76,19 +114,27 @@ def _versions(report: dict) -> dict:
 
 def _torch_names(report: dict) -> dict:
     """Return how many private names of torch zero8 uses, and which this torch lacks."""
-    missing, torch = torch_names.missing(), f"torch {metadata.version('torch')}"
-    report["warnings"] += [f"{torch} has no {n}, with which zero8 {n.use}" for n in missing]
-    return {"used": len(torch_names.NAMES), "missing": [str(name) for name in missing]}
+    missing = [name for name in TORCH_NAMES if not _is_there(name)]
+    torch = f"torch {metadata.version('torch')}"
+    report["warnings"] += [
+        f"{torch} has no {name}, with which zero8 {TORCH_NAMES[name]}" for name in missing
+    ]
+    return {"used": len(TORCH_NAMES), "missing": missing}
+
+
+def _is_there(name: str) -> bool:
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 def _build_tools(report: dict) -> dict:
     is_needed = build.library() != build.INSTALLED
-    tools = {"compiler": build.compiler()}
-    report["lines"] += [
-        (name, path or "not found" + (", and none is needed" if not is_needed else ""))
-        for name, path in tools.items()
-    ]
-    return tools
+    absent = "not found" if is_needed else "not found, and not needed"
+    report["lines"].append(("compiler", build.compiler() or absent))
+    return {"compiler": build.compiler()}
 
 
 def _op(report: dict) -> dict:

@@ -55,7 +55,7 @@ def test_bench_steps_take_turns():
     calls = []
     contenders = [bench.Contender(name, "fp32", lambda n=name: calls.append(n), 8) for name in "ab"]
     rows = bench.measure(contenders, numel=1, rounds=5)
-    assert [row.name for row in rows] == ["a", "b"]
+    assert [row["name"] for row in rows] == ["a", "b"]
     pairs = zip(calls[::2], calls[1::2], strict=True)
     assert all(sorted(pair) == ["a", "b"] for pair in pairs) and len(calls) == 2 * (3 + 5)
-    assert all(row.ns_per_param_p10 <= row.ns_per_param <= row.ns_per_param_p90 for row in rows)
+    assert all(r["ns_per_param_p10"] <= r["ns_per_param"] <= r["ns_per_param_p90"] for r in rows)

@@ -2,8 +2,6 @@
 """The step measurement: what it times is right and whole, whatever the times are."""
 
 import json
-import sys
-from types import ModuleType
 from unittest.mock import Mock
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 
 from benchmarks.step import __main__ as command
 from benchmarks.step import contenders, timing
-from benchmarks.step.contenders import HYPER, ZERO8, Params, peer_contenders, zero8_contenders
+from benchmarks.step.contenders import ZERO8, Params, zero8_contenders
 from benchmarks.step.peers import CUDA_VARIANTS, VARIANTS
 from zero8.spec.algorithms import ELEMENTWISE
 
@@ -51,15 +49,6 @@ def test_run_has_a_row_for_every_step_and_a_copy_of_its_bytes(tmp_path, few_roun
         assert row["of_copy"] == pytest.approx(1) if row["name"] == "copy" else row["of_copy"] > 0
         assert (row["speed_over_deepspeed_fp32"] is None) == (row["algorithm"] == "sgd")
     assert "| zero8 adam fp32 `log` |" in table and "| deepspeed adam bf16 |" in table
-
-
-def test_run_lists_a_peer_that_is_missing_with_its_reason(tmp_path, monkeypatch, few_rounds):
-    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
-    out = tmp_path / "step.json"
-    words = ["--algorithm", "lion", "--codec", "log", "--against", "bitsandbytes"]
-    assert command.main(["--json", str(out), "--numel", str(NUMEL), *words]) == 0
-    assert "ModuleNotFoundError" in json.loads(out.read_text())["skipped"]["bitsandbytes"]
-    assert "Skipped bitsandbytes: ModuleNotFoundError" in out.with_suffix(".md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -143,30 +132,3 @@ def test_copies_leave_the_tensors_of_their_contenders_alone():
         before = [t.clone() for t in (copy.param, *copy.states)]
         copy.step()
         assert all(map(torch.equal, (copy.param, *copy.states), before))
-
-
-def test_peer_moments_that_share_a_tensor_are_counted_each(monkeypatch):
-    """bitsandbytes stacks two of AdEMAMix's."""
-
-    class Stacked(torch.optim.Optimizer):
-        def __init__(self, params, **hyper):
-            assert hyper == HYPER["ademamix"]
-            super().__init__(params, {})
-
-        def step(self):
-            for p in self.param_groups[0]["params"]:
-                two = torch.zeros(2, *p.shape, dtype=torch.uint8)
-                self.state[p] = {"state1": two, "state2": two[0].clone()}
-
-    package = ModuleType("bitsandbytes.optim")
-    package.AdEMAMix8bit = Stacked
-    monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
-    monkeypatch.setitem(sys.modules, package.__name__, package)
-    (found,), _ = peer_contenders("ademamix", ["bitsandbytes"], Params(NUMEL, "cpu"))
-    assert found.bytes_per_param == 4 + 2 * (4 + 3)
-
-
-def test_settings_of_every_algorithm_are_keywords_of_its_optimizer():
-    for algorithm in ELEMENTWISE:
-        assert set(HYPER[algorithm.name]) <= set(algorithm.keywords)
-    assert list(HYPER) == list(ZERO8) == [algorithm.name for algorithm in ELEMENTWISE]

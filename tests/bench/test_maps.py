@@ -12,8 +12,8 @@ import torch
 from benchmarks.fidelity.text import TextTask
 from benchmarks.maps import __main__ as command
 from benchmarks.maps.coded import adam_update
-from benchmarks.maps.codes import GRAINS, MAPS, NAMES, LogCode, code_of, linear, quantile
-from benchmarks.maps.once import PairTally, add_moments, positions
+from benchmarks.maps.codes import GRAINS, MAPS, NAMES, code_of, quantile
+from benchmarks.maps.once import PairTally, add_moments
 from examples.gpt.model import GPTConfig
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -43,13 +43,6 @@ def test_map_ascends(name):
         assert len(levels) in (255, 256) and (levels.diff() >= 0).all()
 
 
-def test_linear_map_has_zero_and_even_distances():
-    signed, unsigned = linear(torch.empty(0), True), linear(torch.empty(0), False)
-    assert 0 in signed and 0 in unsigned
-    torch.testing.assert_close(signed.diff(), torch.full((254,), 1 / 127))
-    torch.testing.assert_close(unsigned.diff(), torch.full((255,), 1 / 255))
-
-
 @pytest.mark.parametrize("grain", GRAINS)
 @pytest.mark.parametrize("name", NAMES)
 def test_code_decodes_near_the_moments_and_zeros_to_zero(name, grain):
@@ -61,15 +54,6 @@ def test_code_decodes_near_the_moments_and_zeros_to_zero(name, grain):
         assert ((found - x).abs().median() / x.abs().max()).item() < 0.02
     zeros = torch.zeros_like(m), torch.zeros_like(v)
     assert not any(found.any() for found in code.decode(code.encode(*zeros, 1)))
-
-
-def test_positions_of_log_codes_ascend_with_their_values():
-    m, v = moments()
-    state = LogCode().encode(m, v, 1)
-    decoded = LogCode().decode(state)
-    for places, values in zip((state["m"], state["v"]), decoded, strict=True):
-        order = positions(places)[0].sort().indices
-        assert (values[0][order].diff() >= 0).all()
 
 
 def test_tally_of_a_code_has_the_errors_of_its_updates():

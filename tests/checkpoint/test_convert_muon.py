@@ -220,11 +220,6 @@ def test_checkpoint_of_deepspeeds_muon_goes_on_in_zero8s(stage, standing_ranks, 
         assert steps == SAVED_AFTER + 1
 
 
-def test_convert_of_muon_to_bitsandbytes_is_refused(source_at, tmp_path):
-    with pytest.raises(AssertionError, match="expected one of Adam8bitBlockwise"):
-        converted(source_at("plain"), tmp_path / "made", "bitsandbytes")
-
-
 def test_codes_of_a_converted_folder_are_those_of_the_source(source_at, tmp_path):
     """Nothing is encoded anew; the quick guard of the slow tests above."""
     source = source_at("plain")

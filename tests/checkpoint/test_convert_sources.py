@@ -9,6 +9,7 @@ from small_optimizers import run, small_model
 
 import zero8
 from zero8 import Adam8bitBlockwise, Lion8bitBlockwise, SGD8bitBlockwise
+from zero8.checkpoint.read import joined
 
 SGD = {"lr": 0.01, "momentum": 0.9, "nesterov": True}
 
@@ -28,6 +29,16 @@ def assert_same_states(ours, theirs):
         assert ours[key].keys() == entries.keys()
         for name, value in entries.items():
             assert torch.equal(torch.as_tensor(ours[key][name]), torch.as_tensor(value)), name
+
+
+def test_convert_through_mapped_files_has_the_same_bits(tmp_path, monkeypatch):
+    """As it joins what is larger than `SMALL_BYTES`."""
+    _, optimizer = saved_with(Adam8bitBlockwise, tmp_path / "in")
+    monkeypatch.setattr(joined, "SMALL_BYTES", 1)
+    converted(tmp_path / "in", tmp_path / "out", "plain")
+    made = torch.load(tmp_path / "out", weights_only=True)["optimizer"]
+    assert_same_states(made["state"], optimizer.state_dict()["state"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
 @pytest.mark.parametrize(

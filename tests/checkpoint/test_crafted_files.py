@@ -5,8 +5,6 @@ All are read in one process of its own, which says how each went; crashes and ha
 """
 
 import json
-import os
-import sys
 
 import pytest
 from crafted_cases import (
@@ -21,8 +19,6 @@ from crafted_cases import (
 )
 from crafted_files import tensor, value
 from fragments import fragments_in
-from places import FOLDERS
-from processes import started
 
 from zero8.spec.adam import UNKNOWN_HISTORY
 
@@ -30,18 +26,11 @@ MAX_SECONDS = 2.0
 
 
 @pytest.fixture(scope="module")
-def results():
-    code = "import crafted_cases; crafted_cases.work()"
-    path = os.pathsep.join([*FOLDERS, *sys.path])
-    found = {}
-    with started([sys.executable, "-c", code], PYTHONPATH=path, OMP_NUM_THREADS="1") as process:
-        out, err = process.communicate(timeout=120)
-    for line in out.splitlines():
-        case, result = json.loads(line)
-        found[case] = result
-    if len(found) < len(CASES):
-        found[CASES[len(found)]] = {"error": f"died with status {process.returncode}: {err[-500:]}"}
-    return found
+def results(forks):
+    done = forks.run("import crafted_cases; crafted_cases.work()", OMP_NUM_THREADS="1")
+    found = dict(map(json.loads, done.stdout.splitlines()))
+    died = {"error": f"died with status {done.returncode}: {done.stderr[-500:]}"}
+    return {case: found.get(case, died) for case in CASES}
 
 
 @pytest.mark.parametrize("case", CASES)

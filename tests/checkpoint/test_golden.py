@@ -45,6 +45,10 @@ def test_golden_checkpoint_decodes_to_the_moments_of_its_run(name):
     fragments = [one for one in fragments_in(source) if one.file.suffix != ".swp"]
     assert {one.name for one in fragments} == NAMES
     assert {one.step for one in fragments} == {3}
+    assert all(one.weights.isfinite().all() for one in fragments)
+    groups = source.groups()
+    assert {group["lr"] for group in groups} == {1e-2}
+    assert {label for group in groups for label in group["params"]} == NAMES
     found, expected = runs_of(fragments), expected_of(name)
     assert sum(key[2] for key in found) == sum(key[2] for key in expected)
     for (label, first, numel), moments in expected.items():
@@ -68,21 +72,6 @@ def test_golden_swap_file_decodes_to_the_moments_of_its_run():
     assert found
     for key, moments in found.items():
         assert all(torch.equal(*pair) for pair in zip(expected[key], moments, strict=True))
-
-
-def test_golden_folder_of_dcp_has_states_in_the_files_of_both_ranks():
-    files = open_checkpoint(GOLDEN / "dcp_checkpoint").files()
-    assert [file.name for file in files] == ["__0_0.distcp", "__1_0.distcp"]
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_golden_checkpoint_has_the_settings_and_weights_of_its_run(name):
-    source = open_checkpoint(GOLDEN / name)
-    groups = source.groups()
-    assert {group["lr"] for group in groups} == {1e-2}
-    assert {label for group in groups for label in group["params"]} == NAMES
-    fragments = [one for one in fragments_in(source) if one.file.suffix != ".swp"]
-    assert all(one.weights.isfinite().all() for one in fragments)
 
 
 if __name__ == "__main__":

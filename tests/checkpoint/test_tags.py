@@ -6,10 +6,9 @@ import shutil
 
 import pytest
 
-from zero8.files import atomic, tags
+from zero8.files import tags
 from zero8.files.manifest import MANIFEST, MARKER, Manifest
-from zero8.files.seal import file_entry, verify
-from zero8.files.tags import COMPLETE, DAMAGED, INCOMPLETE, UNVERIFIED
+from zero8.files.tags import COMPLETE, DAMAGED, INCOMPLETE, UNVERIFIED, file_entry, verify
 
 
 def begin(folder, tag):
@@ -102,13 +101,6 @@ def test_order_of_tags_is_that_of_saving_whatever_the_clock_says(tmp_path):
     assert complete(tmp_path) == [*order[1:], "step10"]
 
 
-def test_sequence_counts_tags_that_were_interrupted(tmp_path):
-    save(tmp_path, "a")
-    begin(tmp_path, "torn")
-    save(tmp_path, "b")
-    assert {tag.name: tag.sequence for tag in tags.tags_in(tmp_path)} == {"a": 1, "torn": 2, "b": 3}
-
-
 # --- latest --------------------------------------------------------------------------------------
 
 
@@ -166,18 +158,6 @@ def test_prune_never_deletes_the_last_complete_tag_or_what_it_does_not_know(tmp_
     assert states(tmp_path) == before
     with pytest.raises(ValueError, match="keep: got 0"):
         tags.prune(tmp_path, 0)
-
-
-def test_prune_leaves_links_and_what_they_lead_to(tmp_path):
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    save(elsewhere, "a")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "a").symlink_to(elsewhere / "a")
-    save(tmp_path / "folder", "b")
-    save(tmp_path / "folder", "c")
-    assert tags.prune(tmp_path / "folder", 1) == ["b"]
-    verify(elsewhere / "a")
 
 
 class Interrupted(BaseException):
@@ -251,10 +231,3 @@ def test_save_that_is_interrupted_anywhere_is_whole_or_not_complete(tmp_path, mo
         if ended:
             break
     assert ended and stop_after > 10
-
-
-def test_end_without_removing_the_marker_is_complete(tmp_path, monkeypatch):
-    """The manifest is all that counts."""
-    save(tmp_path, "a")
-    atomic.write_atomically(tmp_path / "a" / MARKER, b"{}")
-    assert states(tmp_path) == {"a": COMPLETE}

@@ -9,7 +9,7 @@ from places import GOLDEN
 
 from zero8.checkpoint.read.inert import Inert
 from zero8.checkpoint.read.safe_load import load
-from zero8.checkpoint.read.torchao_weights import is_weight, values_of
+from zero8.checkpoint.read.torchao import is_weight, values_of
 from zero8.state.weights import INSIDE, INT8_ROWS
 
 PATH = GOLDEN / "torchao_weights.pt"
@@ -70,7 +70,6 @@ def saved_weight(kind: str, parts: object) -> Inert:
 @pytest.mark.parametrize(
     ("parts", "got"),
     [
-        ({"int_data": CODES}, "int_data of shape (3, 5), torch.int8 and scale None"),
         ({"scale": SCALES}, "int_data None"),
         ({"int_data": CODES.float(), "scale": SCALES}, "(3, 5), torch.float32"),
         ({"int_data": CODES[0], "scale": SCALES}, "int_data of shape (5,)"),

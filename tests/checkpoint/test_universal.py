@@ -20,7 +20,6 @@ from universal_cuts import (
 )
 from universal_worker import (
     Parts,
-    change_frozen,
     error_of_load,
     settings,
     step_through,
@@ -245,18 +244,6 @@ def test_universal_checkpoint_of_other_groups_is_refused(standing_ranks, tmp_pat
     ((kind, message),) = ranks.run(error_of_load, **arguments)
     assert kind == "ValueError"
     assert "got a checkpoint of 3 parameter groups, expected the optimizer's 1" in message
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-def test_universal_checkpoints_do_not_restore_frozen_parameters(standing_ranks, tmp_path, stage):
-    """Of no optimizer: under load_universal DeepSpeed reads what the optimizer steps over only."""
-    ranks, folder = standing_ranks(1), str(tmp_path)
-    job = {"ds_config": settings(stage), "steps": (0,), "target": folder}
-    ranks.run(visit, jobs=[job | {"before_load": change_frozen}])
-    convert(folder)
-    ((result,),) = ranks.run(visit, jobs=[{"ds_config": settings(stage), "source": folder}])
-    assert torch.equal(result["loaded"]["parameters"]["frozen"], Parts().frozen)
 
 
 # --- What is kept beside states and weights ------------------------------------------------------

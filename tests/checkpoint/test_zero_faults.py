@@ -14,8 +14,8 @@ from nests import difference
 from ranks import error_of
 from zero_worker import config, held, make_engine, train
 
-from zero8.files import atomic, folder_lock, tags
-from zero8.files.seal import verify
+from zero8.files import atomic, tags
+from zero8.files.tags import verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -202,7 +202,7 @@ def save_beside(folder):
 
 def test_save_into_the_folder_that_another_process_saves_into_is_refused(standing_ranks, tmp_path):
     (tmp_path / "one").mkdir()
-    with folder_lock.locked(tmp_path):
+    with tags.locked(tmp_path):
         for kind, message in standing_ranks(2).run(save_beside, folder=str(tmp_path)):
             assert kind == "OSError"
             assert (

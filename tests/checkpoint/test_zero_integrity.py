@@ -25,9 +25,8 @@ from zero_worker import base_optimizer, config, held, make_engine, train
 from zero8.deepspeed import load as checkpoint_load
 from zero8.deepspeed import save as checkpoint_save
 from zero8.files import tags
-from zero8.files.folder_lock import locked
 from zero8.files.manifest import MANIFEST, MARKER
-from zero8.files.seal import seal, verify
+from zero8.files.tags import locked, seal, verify
 
 RANK = int(os.environ.get("RANK", 0))
 
@@ -161,6 +160,8 @@ def test_load_of_a_damaged_checkpoint_is_an_error_on_both_ranks_and_changes_noth
     for rank in ranks:
         assert [what for what in DAMAGES if rank["errors"][what] is None] == []
         assert rank["changed"] == ""
+        # Once the files are whole again.
+        assert rank["path"] is not None and rank["loaded"] == ""
     assert ranks[0]["errors"] == ranks[1]["errors"]
 
 
@@ -196,13 +197,6 @@ def test_load_of_a_damaged_checkpoint_is_the_error_that_readme_shows(block, dama
         expected = expected.replace(shown, pattern)
     _, message = damaged(name)[0][0]["errors"]["rank 1, cut"]
     assert re.fullmatch(expected, message), message
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_load_after_the_files_are_whole_again_gives_what_was_saved(damaged, name):
-    for rank in damaged(name)[0]:
-        assert rank["path"] is not None
-        assert rank["loaded"] == ""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -452,17 +446,38 @@ def of_both(otherwise, name):
     return [rank[name] for rank in otherwise[0]]
 
 
+ERRORS = {
+    "refused by rank 0": (("ValueError", "bad"), ("ValueError", "rank 0: ValueError: bad")),
+    "refused by rank 1": (("ValueError", "rank 1: ValueError: bad"), ("ValueError", "bad")),
+    "mixed": (("ValueError", "different steps, rank by rank [3, 1]"),) * 2,
+    "old, flipped": (
+        ("ValueError", "rank 1: ValueError: 8-bit moment exp_avg_sq of "),
+        ("ValueError", "8-bit moment exp_avg_sq of "),
+    ),
+    "old, cut": (("OSError", "rank 1: "), ("RuntimeError", "")),
+    "sealed, damaged": (("ValueError", "contents differ"),) * 2,
+    "locked": (("OSError", "another job saves into this folder, or prunes it: process"),) * 2,
+    "reserved": (("KeyError", ""),) * 2,
+    "unpicklable": (("OSError", "x is incomplete: rank 0: "),) * 2,
+}
+"""What each rank raises."""
+FINE = ("sealed", "again", "again loaded", "after errors", "adamw")
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_trouble_of_one_rank_is_an_error_on_both(what, otherwise):
+    """One rank's refusal, a tag without a manifest, another job, what cannot be pickled."""
+    for error, (kind, text) in zip(of_both(otherwise, what), ERRORS[what], strict=True):
+        assert error[0] == kind and text in error[1], error
+
+
+def test_checkpoints_after_errors_are_saved_and_loaded(otherwise):
+    assert {what: of_both(otherwise, what) for what in FINE} == {w: [None, None] for w in FINE}
+
+
 def test_keep_checkpoints_deletes_the_oldest_after_a_save(otherwise):
     for names in of_both(otherwise, "kept"):
         assert [name for name in names if len(name) == 1] == ["c", "d"]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_load_that_one_rank_refuses_is_an_error_on_both(otherwise, rank):
-    errors = of_both(otherwise, f"refused by rank {rank}")
-    assert errors[rank] == ("ValueError", "bad")
-    kind, message = errors[1 - rank]
-    assert kind == "ValueError" and f"rank {rank}: ValueError: bad" in message
 
 
 def test_load_of_a_tag_without_a_manifest_works_and_says_once_that_it_is_not_verified(otherwise):
@@ -480,45 +495,6 @@ def test_load_of_a_universal_folder_says_that_such_folders_have_no_manifest(tmp_
     assert (
         "as universal checkpoints have none" in caplog.text and "without zero8" not in caplog.text
     )
-
-
-def test_load_of_a_tag_without_a_manifest_that_one_rank_cannot_read_is_an_error_on_both(otherwise):
-    errors = of_both(otherwise, "old, cut")
-    assert None not in errors
-    assert "rank 1: " in errors[0][1]
-
-
-def test_load_of_a_tag_without_a_manifest_with_a_flipped_code_is_an_error_on_both(otherwise):
-    (_, first), (_, second) = of_both(otherwise, "old, flipped")
-    assert second.startswith("8-bit moment exp_avg_sq of ") and "the file is damaged" in second
-    assert f"rank 1: ValueError: {second}" in first
-
-
-def test_load_of_steps_that_differ_between_ranks_is_an_error_on_both_with_the_steps(otherwise):
-    for kind, message in of_both(otherwise, "mixed"):
-        assert kind == "ValueError"
-        assert "different steps, rank by rank [3, 1]" in message and "tag two" in message
-
-
-def test_save_over_what_was_damaged_makes_it_whole(otherwise):
-    assert of_both(otherwise, "again") == of_both(otherwise, "again loaded") == [None, None]
-
-
-def test_save_into_the_folder_of_another_job_is_an_error_on_both_that_says_whose(otherwise):
-    for kind, message in of_both(otherwise, "locked"):
-        assert kind == "OSError"
-        assert "another job saves into this folder, or prunes it: process" in message
-
-
-def test_save_of_what_deepspeed_refuses_raises_what_deepspeed_does(otherwise):
-    assert {kind for kind, _ in of_both(otherwise, "reserved")} == {"KeyError"}
-
-
-def test_save_that_rank_0_alone_cannot_write_is_an_error_on_both_and_hurts_no_other_tag(otherwise):
-    for kind, message in of_both(otherwise, "unpicklable"):
-        assert kind == "OSError"
-        assert "x is incomplete: rank 0: " in message and "pickle" in message
-    assert of_both(otherwise, "after errors") == [None, None]
 
 
 def test_save_of_other_tags_on_other_ranks_is_as_deepspeeds(otherwise):
@@ -550,7 +526,6 @@ def test_save_into_a_folder_that_is_not_shared_is_as_deepspeeds(otherwise):
 
 @pytest.mark.parametrize("name", ["adamw", "local"])
 def test_save_of_other_optimizers_and_on_local_disks_is_as_deepspeeds(otherwise, name):
-    assert of_both(otherwise, "adamw") == [None, None]
     for files in of_both(otherwise, f"{name} files"):
         assert "latest" in files
         assert not [file for file in files if "zero8" in file and not file.endswith(".py")]
@@ -562,12 +537,6 @@ def resume_alone(folder):
     engine = make_engine(config())
     error = error_of(engine.load_checkpoint, folder, tag="one")
     return error, error_of(engine.load_checkpoint, folder, tag="one", load_module_only=True)
-
-
-def test_load_of_a_tag_that_was_sealed_later_is_verified(otherwise):
-    assert of_both(otherwise, "sealed") == [None, None]
-    for kind, message in of_both(otherwise, "sealed, damaged"):
-        assert kind == "ValueError" and "contents differ" in message
 
 
 @pytest.mark.slow

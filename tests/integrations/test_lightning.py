@@ -9,7 +9,7 @@ import torch
 from needs import need
 from nests import difference
 
-from zero8.files import seal
+from zero8.files import tags
 
 pytestmark = pytest.mark.integrations
 
@@ -147,7 +147,7 @@ def test_deepspeed_strategy_resumed_from_its_checkpoint_goes_on_with_the_same_bi
         states = rank["never stopped"]["epochs"][-1]["states"]
         codes += sum(state["exp_avg"][0].numel() for state in states)
     assert codes == sum(NUMEL.values())
-    assert seal.verify(worker.checkpoint(tmp_path) / "checkpoint")
+    assert tags.verify(worker.checkpoint(tmp_path) / "checkpoint")
 
 
 @pytest.mark.parametrize(

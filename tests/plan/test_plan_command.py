@@ -10,9 +10,8 @@ from doc_blocks import is_shown
 from places import ROOT
 
 from zero8 import cli
-from zero8.plan.deepspeed_config import with_deepspeed_config
 from zero8.plan.model import Model
-from zero8.plan.setup import BY_NAME, Setup
+from zero8.plan.setup import BY_NAME, Setup, with_deepspeed_config
 from zero8.plan.share import share_of
 from zero8.spec.codec import CODECS
 from zero8.state.policy import Policy
@@ -105,11 +104,6 @@ def test_plan_of_a_deepspeed_config_takes_its_settings():
         pipelined=True,
         policy=Policy(block_size=128),
     )
-
-
-def test_plan_without_sections_in_the_deepspeed_config_has_deepspeeds_defaults():
-    found = with_deepspeed_config(Setup(), {})
-    assert found == Setup(stage=0, offload="none", dtype="fp32")
 
 
 MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True}

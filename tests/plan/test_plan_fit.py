@@ -6,7 +6,7 @@ import json
 import pytest
 
 from zero8 import cli
-from zero8.plan.fit import Memory, cases_of, needs
+from zero8.plan.memory import Memory, cases_of, needs
 from zero8.plan.model import Model
 from zero8.plan.setup import Setup
 

@@ -8,11 +8,9 @@ import torch
 from plan_worker import BUCKET, SUB_GROUP, Stack, config_of, held_by_engines, held_by_fsdp2
 
 import zero8
-from benchmarks.states import state_bytes
-from zero8.plan.deepspeed_config import with_deepspeed_config
 from zero8.plan.memory import rows_of, total
 from zero8.plan.model import Model
-from zero8.plan.setup import GPU, HOST, NVME, Setup
+from zero8.plan.setup import GPU, HOST, NVME, Setup, with_deepspeed_config
 from zero8.plan.share import share_of
 from zero8.state.policy import Policy
 
@@ -93,13 +91,6 @@ def test_plan_of_deepspeed_is_within_5_percent_of_what_engines_hold(
     assert compared > 5 * len(cases)
 
 
-def test_plan_of_24_bit_masters_under_deepspeed_counts_corrections():
-    """Guards the test above, which compares what is planned for."""
-    for case in CASES:
-        rows = planned(case, 2)
-        assert ("corrections of bf16 weights" in rows) == ("24-bit" in case)
-
-
 FSDP2 = {
     "fp32": (torch.float32, {}),
     "bf16-masters": (torch.bfloat16, {}),
@@ -140,16 +131,6 @@ def test_plan_of_one_process_is_exactly_what_the_optimizer_holds(options):
     policy = Policy(block_size=options.get("block_size", 256))
     setup = Setup(stage=0, offload="none", policy=policy, codec=options.get("codec", "log"))
     assert share_of(model_of(module), setup).zero8_bytes == held
-
-
-def test_plan_of_fp32_adam_in_one_process_is_what_adamw_holds():
-    module = Stack()
-    optimizer = torch.optim.AdamW(module.parameters())
-    module(torch.zeros(1, 1, dtype=torch.int64)).backward()
-    optimizer.step()
-    share = share_of(model_of(module), Setup(stage=0, offload="none"))
-    steps = 4 * len(list(module.parameters()))
-    assert share.fp32_bytes == state_bytes(optimizer) - steps
 
 
 def test_plan_with_fp32_params_keeps_them_in_32_bits():
@@ -206,8 +187,3 @@ def test_plan_of_24_bit_masters_has_a_byte_more_for_each_weight_than_bf16_master
     numel = share_of(model, Setup()).numel
     assert with_bits == without | {"corrections of bf16 weights": numel}
     assert "corrections of bf16 weights" not in without
-
-
-def test_plan_of_24_bit_masters_gives_an_fp32_adam_no_corrections():
-    rows = rows_of(model_of(Stack()), Setup(dtype="24-bit-masters"))
-    assert [r.fp32_bytes for r in rows if r.what == "corrections of bf16 weights"] == [0]

@@ -6,7 +6,6 @@ from places import ROOT
 
 from zero8.plan.model import Model
 from zero8.plan.setup import Setup
-from zero8.plan.share import share_of
 from zero8.plan.step_time import RECORD, RECORDED_CORE_NS, Hardware, steps_of
 
 MODEL = Model("", (("a", (4096, 4096)), ("b", (4096, 4096))))
@@ -95,8 +94,3 @@ def test_step_time_on_nvme_adds_the_transfers_or_hides_behind_them():
 def test_rates_that_are_recorded_are_those_of_the_record():
     record = (ROOT / RECORD).read_text()
     assert all(f"{ns:.3f}" in record for pair in RECORDED_CORE_NS.values() for ns in pair)
-
-
-def test_share_of_more_ranks_than_elements_is_not_empty():
-    tiny = Model("", (("a", (3,)),))
-    assert share_of(tiny, Setup(stage=3, world_size=8)).numel == 1

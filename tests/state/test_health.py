@@ -10,7 +10,7 @@ import torch
 from small_optimizers import param, run, small_model
 
 import zero8
-from zero8.checkpoint.read.statistics import MomentCounts
+from zero8.checkpoint.read.statistics import counts_of, saturated
 from zero8.integrations import health as module
 from zero8.integrations.health import Reports, health
 from zero8.spec.adam import ADAM
@@ -53,12 +53,9 @@ def test_health_saturated_codes_are_those_that_inspect_counts(codec):
     optimizer = stepped(codec=codec)
     values, pairs = health(optimizer), optimizer.all_moments().values()
     for which, stores in zip(ADAM.moment_names, zip(*pairs, strict=True), strict=True):
-        counts = MomentCounts()
-        for store in stores:
-            counts.add(MomentCounts.of(store))
-        summary = counts.summary(CODECS[codec].code_of(ADAM.moment(which)))
-        for end in ("at_top", "at_floor"):
-            assert values[f"zero8/{which}_{end}"] == summary[end]
+        counts = sum(counts_of(store) for store in stores)
+        for end, share in saturated(CODECS[codec].code_of(ADAM.moment(which)), counts).items():
+            assert values[f"zero8/{which}_{end}"] == share
 
 
 def test_health_saturated_codes_of_a_state_that_is_made_by_hand():

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files made to harm whoever reads them; a function reads them all, and says how it went."""
 
-import io
 import json
 import os
 import struct
 import sys
 import tempfile
 import time
-import zipfile
 from pathlib import Path
 
 import torch
@@ -20,7 +18,6 @@ from crafted_files import (
     EMPTY_TUPLE,
     MARK,
     NEWOBJ,
-    REDUCE,
     STOP,
     built,
     call,
@@ -152,38 +149,12 @@ def zero_file(state: bytes) -> bytes:
     return saved(dict_of({"optimizer_state_dict": dict_of(inner)}), records)
 
 
-def compressed() -> bytes:
-    return saved(value("x" * 10**7), compression=zipfile.ZIP_DEFLATED)
-
-
-def edited(data: bytes, old: bytes, new: bytes, from_end: bool = False) -> bytes:
-    at = data.rfind(old) if from_end else data.find(old)
-    assert at >= 0
-    return data[:at] + new + data[at + len(old) :]
-
-
 def claiming(num_bytes: int) -> bytes:
     """Return a zip whose last entry says that it is longer than the file."""
     data = saved(value({}))
     at = data.rfind(b"PK\1\2")
     sizes = struct.pack("<II", num_bytes, num_bytes)
     return data[: at + 20] + sizes + data[at + 28 :]
-
-
-def overlapping() -> bytes:
-    """Return a zip two of whose entries are in one place."""
-    data = saved(value({}), {"0": b"a", "1": b"b"})
-    places = [n for n in range(len(data)) if data[n : n + 4] == b"PK\1\2"]
-    first = data[places[2] + 42 : places[2] + 46]
-    at = places[3] + 42
-    return data[:at] + first + data[at + 4 :]
-
-
-def twice() -> bytes:
-    file = io.BytesIO(saved(value({})))
-    with zipfile.ZipFile(file, "a") as archive:
-        archive.writestr("archive/data.pkl", b"\x80\x02}.")
-    return file.getvalue()
 
 
 def number_of(bits: int) -> bytes:
@@ -198,9 +169,7 @@ SPARSE = named("torch", "sparse_coo"), tuple_of(value(0), value(0), value((HUGE,
 VIEW = (value(0), value((4,)), value((1,)), value(False))
 PLAIN = {
     "os.system": lambda: saved(call("os", "system", value("touch ran"))),
-    "posix.system": lambda: saved(call("posix", "system", value("touch ran"))),
     "eval": lambda: saved(call("builtins", "eval", value("open('ran', 'w')"))),
-    "open": lambda: saved(call("builtins", "open", value("ran"), value("w"))),
     "a module of this process": lambda: saved(call("side_effect", "run")),
     "a class by NEWOBJ": lambda: saved(named("side_effect", "Runs") + EMPTY_TUPLE + NEWOBJ),
     "getattr": lambda: saved(call("builtins", "getattr", named("os", "path"), value("os"))),
@@ -214,8 +183,6 @@ PLAIN = {
         + tuple_of(value({}), value({"changed": 1}))
         + BUILD
     ),
-    "what is no function": lambda: saved(value(1) + EMPTY_TUPLE + REDUCE),
-    "copies of a dict": lambda: saved(call("collections", "OrderedDict", value([(1, 2)]))),
     "set_ by BUILD": lambda: saved(
         tensor(floats(), [4], [1])
         + tuple_of(floats(), value(0), value((2**30,)), value((1,)))
@@ -226,20 +193,12 @@ PLAIN = {
     "a stride beyond": lambda: with_moments(tensor(floats(), [2, 2], [2**30, 1])),
     "an offset beyond": lambda: with_moments(tensor(floats(), [4], [1], 253)),
     "a negative offset": lambda: with_moments(tensor(floats(), [4], [1], -1)),
-    "a negative stride": lambda: with_moments(tensor(floats(), [4], [-1], 8)),
-    "a negative size": lambda: with_moments(tensor(floats(), [-4], [1])),
-    "a size of a float": lambda: with_moments(tensor(floats(), [4.0], [1])),
-    "sizes that are one number": lambda: with_moments(
-        call("torch._utils", "_rebuild_tensor_v2", floats(), *map(value, (0, 4, 1, False)), ORDERED)
-    ),
     "a storage that is not there": lambda: with_moments(tensor(floats(4, "9"), [4], [1])),
-    "2000 dimensions": lambda: with_moments(tensor(floats(), [1] * 2000, [1] * 2000)),
     "meta": lambda: with_moments(call("torch._utils", "_rebuild_meta_tensor_no_storage", *META)),
     "quantized": lambda: with_moments(
         call("torch._utils", "_rebuild_qtensor", floats(), *VIEW[:3], QUANTIZED, VIEW[3], ORDERED)
     ),
     "sparse": lambda: with_moments(call("torch._utils", "_rebuild_sparse_tensor", *SPARSE)),
-    "complex": lambda: with_moments(tensor(storage("ComplexFloatStorage", "0", 4), [4], [1])),
     "a subclass of Tensor": lambda: with_moments(
         call(
             "torch._tensor",
@@ -250,28 +209,15 @@ PLAIN = {
             EMPTY_DICT,
         )
     ),
-    "a list as a key": lambda: saved(EMPTY_DICT + EMPTY_LIST + b"Ns"),
     "nested lists": lambda: saved(state_dict(dict_of({"step": b"]" * 200_000 + b"a" * 199_999}))),
     "a list in itself": lambda: with_entry("step", b"]q\0h\0a"),
     "a dict in itself": lambda: saved(b"}q\0" + value("state") + b"h\0s"),
     "laughs for a step": lambda: with_entry("step", laughs()),
     "laughs for a moment": lambda: with_entry("exp_avg", laughs()),
     "laughs for all": lambda: saved(laughs()),
-    "a memo of 2^31": lambda: saved(value(1) + b"r" + struct.pack("<I", 2**31)),
-    "what is not in the memo": lambda: saved(b"h\x09"),
-    "bytes of 2^40": lambda: saved(b"\x8e" + struct.pack("<Q", HUGE)),
-    "text of 2^40": lambda: saved(b"\x8d" + struct.pack("<Q", HUGE)),
-    "a frame of 2^40": lambda: saved(b"\x95" + struct.pack("<Q", HUGE)),
-    "a bytearray of 2^40": lambda: saved(b"\x96" + struct.pack("<Q", HUGE)),
-    "a number in text": lambda: saved(b"I" + b"9" * 5000 + b"\n"),
-    "an extension": lambda: saved(b"\x82\x01"),
-    "STOP at once": lambda: saved(b""),
-    "no STOP": lambda: edited(saved(value({})), b"}q\0.", b"}q\0N"),
     "a step of 10^5 digits": lambda: with_entry("step", number_of(330_000)),
     "a step of NaN": lambda: with_entry("step", value(float("nan"))),
     "a step of -1": lambda: with_entry("step", value(-1)),
-    "a step of text": lambda: with_entry("step", value("9" * 10_000)),
-    "a step of a tensor": lambda: with_entry("step", tensor(floats(), [256], [1])),
     "no step": lambda: with_entry("step", value(None)),
     "a moment of text": lambda: with_entry("exp_avg", value("x")),
     "moments of other lengths": lambda: with_entry("exp_avg", tensor(floats(), [255], [1])),
@@ -290,47 +236,21 @@ PLAIN = {
     "groups without params": lambda: saved(
         value({"state": {0: {"step": 1}}, "param_groups": [{}]})
     ),
-    "groups of numbers": lambda: saved(value({"state": {0: {"step": 1}}, "param_groups": [1]})),
-    "names of lists": lambda: saved(
-        value(
-            {
-                "state": {0: {"step": 1}},
-                "param_groups": [{"params": [0], "param_names": [["x"]]}],
-            }
-        )
-    ),
-    "no data.pkl": lambda: edited(saved(value({})), b"data.pkl", b"dada.pkl", from_end=True),
-    "two data.pkl": twice,
-    "compressed": compressed,
+    "no data.pkl": lambda: b"dada.pkl".join(saved(value({})).rsplit(b"data.pkl", 1)),
     "an entry beyond": lambda: claiming(2**31),
-    "entries that overlap": overlapping,
-    "a pickle that has changed": lambda: edited(saved(value({"abc": 1})), b"abc", b"abd"),
-    "another byte order": lambda: saved(value({})).replace(b"little", b"bigbig"),
     "a zip of nothing": lambda: b"PK\5\6" + bytes(18),
     "empty": lambda: b"",
-    "one byte": lambda: b"x",
-    "zeros": lambda: bytes(4096),
     "a bare pickle": lambda: b"\x80\x02" + call("os", "system", value("touch ran")) + STOP,
 }  # fmt: skip
 ZERO = {
     "a version of laughs": lambda: moment(version=laughs()),
     "version 4": lambda: moment(version=value(4)),
-    "an algorithm of laughs": lambda: moment(algorithm=laughs()),
-    "a codec of laughs": lambda: moment(codec=laughs()),
-    "a moment of laughs": lambda: moment(which=laughs()),
-    "elements of laughs": lambda: moment(numel=laughs()),
-    "a name of laughs": lambda: moment(name=laughs()),
-    "blocks of laughs": lambda: moment(block_size=laughs()),
     "a name of nested tuples": lambda: moment(name=b"N" + b"\x85" * 100_000),
     "a shape of laughs": lambda: moment(shape=laughs()),
     "a shape of 10^5 sizes": lambda: moment(shape=[2**48] * 10**5),
     "2^48 elements": lambda: moment(shape=[2**24, 2**24], **{"numel": 2**48}),
-    "pieces of text": lambda: moment(pieces=value("x" * 1000)),
     "pieces that are numbers": lambda: moment(pieces=value([1, 2])),
     "a hash of -1": lambda: moment(**FITTING, hash=value(-1)),
-    "a hash of 2^64": lambda: moment(**FITTING, hash=value(2**64)),
-    "a hash of 10^5 digits": lambda: moment(**FITTING, hash=value(10**100_000)),
-    "a hash of laughs": lambda: moment(**FITTING, hash=laughs()),
     "another hash": lambda: moment(**FITTING, hash=value(1)),
     "one moment alone": with_first_moment,
     "one moment twice": lambda: with_first_moment(exp_avg_sq=made_moment(**FITTING)),
@@ -340,19 +260,9 @@ ZERO = {
     "moments of two codecs": lambda: with_first_moment(
         exp_avg_sq=second_moment(codec=value(1), scales=(0,))
     ),
-    "a description of text": lambda: zero_file(dict_of({"exp_avg": pickled(*[value("x")] * 4)})),
     "codes that are a number": lambda: zero_file(dict_of({"exp_avg": pickled(*[value(1)] * 4)})),
     "a state of a tensor": lambda: zero_file(tensor(floats(), [256], [1])),
     "a state of laughs": lambda: zero_file(laughs()),
-    "states of laughs": lambda: saved(
-        dict_of(
-            {
-                "optimizer_state_dict": dict_of(
-                    {"base_optimizer_state": laughs(), "fp32_flat_groups": laughs()}
-                )
-            }
-        )
-    ),
     "none of ZeRO's": lambda: saved(value({"x": 1})),
 }
 
@@ -418,23 +328,15 @@ DCP_FOLDERS = {
         + BUILD
         + STOP
     ),
-    "a memo of 2^31": lambda: b"\x80\x04N" + b"r" + struct.pack("<I", 2**31) + STOP,
-    "bytes of 2^40": lambda: b"\x80\x04\x8e" + struct.pack("<Q", HUGE) + STOP,
     "a file above": lambda: metadata(places=[place("state.p.exp_avg", file="../x.distcp")]),
-    "an absolute file": lambda: metadata(places=[place("state.p.exp_avg", file="/etc/passwd")]),
     "the folder above": lambda: metadata(places=[place("state.p.exp_avg", file="..")]),
-    "no file": lambda: metadata(places=[place("state.p.exp_avg", file="")]),
-    "a file with a zero in it": lambda: metadata(places=[place("state.p.exp_avg", file="a\0b")]),
     "a file of a number": lambda: metadata(places=[place("state.p.exp_avg", file=3)]),
-    "a file of laughs": lambda: metadata(places=[place("state.p.exp_avg", file=laughs())]),
     "a file that is not there": lambda: metadata(places=[place("state.p.exp_avg", file="x")]),
     "a folder for a file": lambda: metadata(places=[place("state.p.exp_avg", file="folder")]),
     "a pipe for a file": lambda: metadata(places=[place("state.p.exp_avg", file="pipe")]),
     "a negative offset": lambda: metadata(places=[place("state.p.exp_avg", begin=-1)]),
-    "a negative length": lambda: metadata(places=[place("state.p.exp_avg", length=-1)]),
     "a length beyond": lambda: metadata(places=[place("state.p.exp_avg", length=2**36)]),
     "an offset beyond": lambda: metadata(places=[place("state.p.exp_avg", begin=2**61)]),
-    "an offset of text": lambda: metadata(places=[place("state.p.exp_avg", begin="0")]),
     "compressed": lambda: metadata(
         places=[place("state.p.exp_avg", transform_descriptors=["zstd"])]
     ),
@@ -447,16 +349,11 @@ DCP_FOLDERS = {
     "chunks that are not all": lambda: metadata(size=(5, 64)),
     "a chunk outside": lambda: metadata(chunks=list_of(chunk((1, 0), (4, 64)))),
     "a chunk of other dimensions": lambda: metadata(chunks=list_of(chunk((0,), (256,)))),
-    "a million chunks": lambda: metadata(
-        size=(HUGE, 1), chunks=EMPTY_LIST + MARK + chunk((0, 0), (1, 1)) + b"q\xfe"
-        + b"h\xfe" * 300_000 + b"e"
-    ),
     "one column of 2^40 rows": lambda: metadata(
         size=(HUGE, 2),
         chunks=list_of(chunk((0, 0), (HUGE, 1)), chunk((0, 1), (HUGE, 1))),
         places=[place("state.p.exp_avg"), place("state.p.exp_avg", (0, 1))],
     ),
-    "sizes of 10^6 dimensions": lambda: metadata(size=(1,) * 10**6, chunks=list_of()),
     "negative sizes": lambda: metadata(size=(-4, -64), chunks=list_of(chunk((0, 0), (-4, -64)))),
     "sizes of laughs": lambda: metadata(chunks=laughs()),
     "a key of 10^6 characters": lambda: metadata(key="state." * 170_000),
@@ -497,23 +394,14 @@ def tags_for_ever(path: Path) -> None:
     (path / "tag").symlink_to(".")
 
 
-def a_pipe_of_states(path: Path) -> None:
-    path.mkdir()
-    os.mkfifo(path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+def states(make):
+    """Return what makes something else in the place of the file of a rank."""
 
+    def in_folder(path: Path) -> None:
+        path.mkdir()
+        make(path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
 
-def a_folder_of_states(path: Path) -> None:
-    (path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").mkdir(parents=True)
-
-
-def a_link_to_a_device(path: Path) -> None:
-    path.mkdir()
-    (path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").symlink_to("/dev/zero")
-
-
-def a_link_to_nowhere(path: Path) -> None:
-    path.mkdir()
-    (path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").symlink_to("/nowhere")
+    return in_folder
 
 
 def swap(description: bytes, **header):
@@ -564,64 +452,47 @@ def described(*moments: str, **changes) -> bytes:
 
 
 FOLDERS_OF_ZERO = {
-    "latest above": latest(b"../x"),
-    "latest absolute": latest(b"/etc"),
     "latest of itself": latest(b"."),
-    "latest the folder above": latest(b".."),
-    "latest empty": latest(b""),
     "latest not there": latest(b"global_step3"),
-    "latest with a zero": latest(b"a\0b"),
-    "latest no text": latest(b"\xff\xfe\xfd"),
     "latest of a folder without anything": latest(b"tag"),
     "latest of 1 GiB": long_latest,
     "tags for ever": tags_for_ever,
     "nothing": Path.mkdir,
-    "a pipe of states": a_pipe_of_states,
-    "a folder of states": a_folder_of_states,
-    "a link to a device": a_link_to_a_device,
-    "a link to nowhere": a_link_to_nowhere,
+    "a pipe of states": states(os.mkfifo),
+    "a folder of states": states(Path.mkdir),
+    "a link to a device": states(lambda path: path.symlink_to("/dev/zero")),
+    "a link to nowhere": states(lambda path: path.symlink_to("/nowhere")),
     "swap: a step of -1": swap(described(), step=-1),
     "swap: a history of NaN": swap(described(), history=float("nan")),
     "swap: a description beyond": swap(described(), count=2**32 - 1),
     "swap: 2^32 numbers": swap_that_claims(2**32 - 1, 2**32 - 1),
     "swap: more numbers than the header holds": swap_that_claims(1, 60),
-    "swap: no numbers": swap_that_claims(0, 0),
     "swap: nested lists": swap(b"[" * 100_000),
-    "swap: a list": swap(b"[]"),
-    "swap: lists of moments": swap(b'{"moments": [[], []], "correction_numel": 0}'),
     "swap: one moment alone": swap(described("exp_avg")),
-    "swap: moments exchanged": swap(described("exp_avg_sq", "exp_avg")),
-    "swap: an empty list of moments": swap(b'{"moments": [], "correction_numel": 0}'),
     "swap: 2^48 elements": swap(described(numel=2**48, pieces=[
         {"name": "p", "identity": 1, "shape": [2**24, 2**24], "first": 0, "start": 0,
          "numel": 2**48, "block_size": 256}])),
-    "swap: a number of 5000 digits": swap(
-        described().replace(b'"numel": 0', b'"numel": ' + b"9" * 5000)
-    ),
 }  # fmt: skip
 
 
 # --- The process that reads ----------------------------------------------------------------------
 
-CASES = (
-    [f"plain: {name}" for name in PLAIN]
-    + [f"ZeRO: {name}" for name in ZERO]
-    + [f"DCP: {name}" for name in DCP_FOLDERS]
-    + [f"folder: {name}" for name in FOLDERS_OF_ZERO]
-)
+
+def file_of_rank(path: Path, data: bytes) -> None:
+    path.mkdir()
+    (path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(data)
 
 
-def make(case: str, path: Path) -> None:
-    kind, _, name = case.partition(": ")
-    if kind == "plain":
-        path.write_bytes(PLAIN[name]())
-    elif kind == "ZeRO":
-        path.mkdir()
-        (path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(ZERO[name]())
-    elif kind == "DCP":
-        dcp_folder(path, DCP_FOLDERS[name]())
-    else:
-        FOLDERS_OF_ZERO[name](path)
+WRITTEN = {
+    "plain": (PLAIN, Path.write_bytes),
+    "ZeRO": (ZERO, file_of_rank),
+    "DCP": (DCP_FOLDERS, dcp_folder),
+}
+CASES = {
+    f"{kind}: {name}": lambda path, make=make, write=write: write(path, make())
+    for kind, (table, write) in WRITTEN.items()
+    for name, make in table.items()
+} | {f"folder: {name}": make for name, make in FOLDERS_OF_ZERO.items()}
 
 
 def read(path: Path) -> None:
@@ -653,9 +524,9 @@ def work() -> None:
         os.chdir(folder)
         Path("side_effect.py").write_text("open('imported', 'w')\ndef run(*_): open('ran', 'w')\n")
         sys.path.insert(0, folder)
-        for number, case in enumerate(CASES):
+        for number, (case, make) in enumerate(CASES.items()):
             path = Path(folder, f"case{number}")
-            make(case, path)
+            make(path)
             result = result_of(path)
             result["names it"] = str(path) in result["message"]
             result["effects"] = [name for name in ("imported", "ran") if Path(name).exists()]

@@ -2,6 +2,7 @@
 """What the ranks of the tests of universal checkpoints run: load, look, step, save."""
 
 import torch
+from convert_model import SHAPES
 from ranks import error_of
 from zero_worker import MOMENTS, Bag, base_optimizer, config, held, make_engine, take_step
 
@@ -11,17 +12,7 @@ from zero8.spec.adam import UNKNOWN_HISTORY
 class Parts(Bag):
     """Parameters of every kind of place in a universal checkpoint; gradients as those of `Bag`."""
 
-    SHAPES = {
-        "embed": (67, 96),  # rows of one block of 96
-        "wide": (20, 300),  # 256 + 44
-        "conv": (6, 10, 9, 13),  # rows of 117: two dimensions kept
-        "lora_b": (701, 8),  # blocks of 32 rows; the last has 29
-        "small": (37, 41),  # fewer than 4096 elements: float32 moments
-        "bias": (131,),  # one dimension: float32 moments
-        "single": (1,),  # with a group of its own, on one rank alone
-        "unused": (60, 70),  # never gets a gradient
-        "frozen": (50, 90),  # does not want one
-    }
+    SHAPES = SHAPES
 
 
 GROUPS = (
@@ -42,7 +33,6 @@ def visit_one(
     steps: tuple = (),
     target: str | None = None,
     grouped: bool = True,
-    before_load=None,
     after_load=None,
 ) -> dict:
     """Load a checkpoint into a new engine, step, save; return what this rank held on the way.
@@ -53,13 +43,10 @@ def visit_one(
         steps: numbers of the steps to take.
         target: folder of checkpoints to save to, as the tag "saved".
         grouped: whether the parameters are in GROUPS.
-        before_load: called with the engine, a function of this module.
-        after_load: the same.
+        after_load: called with the engine, a function of this module.
     """
     engine = engine_of(ds_config, grouped)
     result = {}
-    if before_load:
-        before_load(engine)
     if source is not None:
         path, _ = engine.load_checkpoint(source)
         assert path is not None
@@ -124,12 +111,6 @@ def steps_to_tensors(engine) -> None:
     """Do what torch's AdamW needs after a load: its `step` is a tensor."""
     for state in base_optimizer(engine).state.values():
         state["step"] = torch.tensor(float(state["step"]))
-
-
-def change_frozen(engine) -> None:
-    """Give the frozen parameter other values than it is constructed with."""
-    frozen = engine.module.frozen
-    getattr(frozen, "ds_tensor", frozen).data.fill_(0.5)
 
 
 def error_of_load(ds_config: dict, source: str, grouped: bool = True):

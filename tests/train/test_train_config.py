@@ -105,12 +105,3 @@ def test_adamw_on_a_gpu_without_offload_is_torchs(monkeypatch, tmp_path, device)
     assert params(path, BASELINE) == ({"torch_adam": True} if device == "cuda" else {})
     assert params(path, EIGHT_BIT) == {}
     assert "torch_adam" not in params(config_of(DEEPSPEED, BASELINE), BASELINE)
-
-
-@pytest.mark.parametrize(("optimizer", "asked"), [(EIGHT_BIT, 1), (BASELINE, 0)])
-def test_build_for_a_run_is_of_the_op_that_its_optimizer_steps_with(monkeypatch, optimizer, asked):
-    calls = []
-    monkeypatch.setattr(engine_deepspeed.kernel, "module", lambda: calls.append(1))
-    monkeypatch.setattr(engine_deepspeed, "BUILDERS", {})
-    engine_deepspeed.build(load_config(config_of(DEEPSPEED, optimizer), optimizer, None))
-    assert len(calls) == asked

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,28 +32,11 @@ def test_load_text_folder_skips_binary_empty_and_hidden_files(tmp_path):
     assert torch.equal(again.validation, text.validation)
 
 
-def test_load_text_single_file_splits_by_position(tmp_path):
-    path = tmp_path / "one.txt"
-    path.write_bytes(bytes(range(200)))
-    text = data.load_text(str(path))
-    assert text.train.tolist() == list(range(190))
-    assert text.validation.tolist() == list(range(190, 200))
-
-
 @pytest.mark.parametrize(("files", "folder"), [(0, "."), (1, "."), (0, "missing")])
 def test_load_text_of_too_few_files_raises(tmp_path, files, folder):
     write_files(tmp_path, files)
     with pytest.raises(ValueError, match=f"found {files} text files"):
         data.load_text(str(tmp_path / folder))
-
-
-def test_stdlib_files_leave_out_installed_packages_and_tests():
-    text = data.load_text(None)
-    root = Path(text.about["path"])
-    files = data.text_files(root, is_stdlib=True)
-    folders = {part for path in files for part in path.relative_to(root).parts[:-1]}
-    assert root / "argparse.py" in files
-    assert not folders & data.STDLIB_EXCLUDED
 
 
 def batch(text, *, seed=0, step=0, rank=0):
@@ -73,24 +55,6 @@ def test_train_batch_same_seed_step_rank_is_equal():
 def test_train_batch_other_seed_step_or_rank_differs(other):
     text = torch.randint(0, 256, (1000,), dtype=torch.uint8)
     assert not torch.equal(batch(text), batch(text, **other))
-
-
-def test_train_batch_shortest_text_returns_its_only_window():
-    text = torch.arange(17, dtype=torch.uint8)
-    assert torch.equal(batch(text), text.long().expand(4, 17))
-
-
-def test_train_batch_text_below_one_window_raises():
-    with pytest.raises(ValueError, match="got 16 bytes of text, expected at least 17"):
-        batch(torch.zeros(16, dtype=torch.uint8))
-
-
-@pytest.mark.parametrize(
-    ("numel", "number"), [(17, 1), (33, 1), (34, 2), (84, 4), (85, 5), (999, 5)]
-)
-def test_validation_windows_are_no_more_than_lie_side_by_side(numel, number):
-    windows = data.validation_windows(torch.zeros(numel, dtype=torch.uint8), 5, 16)
-    assert windows.shape == (number, 17)
 
 
 def test_validation_windows_cover_first_and_last_byte():

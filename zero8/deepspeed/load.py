@@ -21,7 +21,6 @@ from zero8.deepspeed.settings import SECTION, CheckpointSettings
 from zero8.environment.agree import from_rank_0, gathered, raise_together
 from zero8.files import tags
 from zero8.files.manifest import Damage, Manifest
-from zero8.files.seal import lines
 from zero8.state.entries import param_states
 from zero8.state.tell import logger, tell_once
 
@@ -190,7 +189,7 @@ def _damages(engine, load_dir: Path, choice: _Choice, options: dict) -> str:
     except Exception as error:  # raising it on this rank alone would hang the others
         found = [Damage(".", rank, f"{type(error).__name__}: {error}")]
     damages = [damage for of_rank in gathered(found) for damage in of_rank]
-    return f"{folder} is damaged:\n{lines(damages)}" if damages else ""
+    return f"{folder} is damaged:\n{tags.lines(damages)}" if damages else ""
 
 
 def _error(load_dir: Path, refused: list[_Choice], others: list[str]) -> Exception:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero8.files.hashes import hash_64
+from zero8.files.manifest import hash_64
 from zero8.spec.codec import codec_numbered
 from zero8.spec.grid import MAX_DIMS
 from zero8.spec.shown import shown

@@ -22,9 +22,7 @@ from zero8.deepspeed.settings import CheckpointSettings
 from zero8.environment.agree import from_rank_0, gathered
 from zero8.files import tags
 from zero8.files.atomic import sync_folder
-from zero8.files.folder_lock import locked
 from zero8.files.manifest import File, Manifest, paths_in
-from zero8.files.seal import file_entry
 from zero8.state.tell import logger, tell_once
 
 VISIBLE_WITHIN_S = 5.0
@@ -147,7 +145,7 @@ class _Record:
         rank, found, path = distributed.get_rank(), [], ""
         try:
             for path in sorted(self._paths):
-                found.append(file_entry(self._folder, path, rank))
+                found.append(tags.file_entry(self._folder, path, rank))
             for parent in {Path(self._folder, path).parent for path in self._paths}:
                 sync_folder(parent)
         except OSError as error:
@@ -185,7 +183,7 @@ class _Record:
 def _begin(stack: ExitStack, save_dir: Path, tag: str) -> tuple[int, str]:
     """Take the lock and mark the tag incomplete; return its sequence number and a unique note."""
     save_dir.mkdir(parents=True, exist_ok=True)
-    stack.enter_context(locked(save_dir))
+    stack.enter_context(tags.locked(save_dir))
     sequence, token = tags.next_sequence(save_dir), uuid.uuid4().hex
     tags.begin(save_dir / tag, sequence, token, is_part)
     return sequence, token

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from zero8.deepspeed.moment_tensor import MomentTensor, moment_description, moments_in, store_like
-from zero8.files.hashes import hash_64
-from zero8.files.mapped_file import mapped
+from zero8.files.inside import mapped
+from zero8.files.manifest import hash_64
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.algorithms import algorithm_called
 from zero8.spec.codec import Codec

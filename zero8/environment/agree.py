@@ -37,12 +37,11 @@ def from_rank_0(function: Callable[[], T]) -> T:
     if numbers.rank() == 0:
         try:
             answer[0] = function()
-        except OSError as error:
-            answer[1] = OSError(str(error))
-        except ValueError as error:
-            answer[1] = ValueError(str(error))
         except Exception as error:  # of any class, as the other ranks wait
-            answer[1] = RuntimeError(f"{type(error).__name__}: {error}")
+            kinds = (kind for kind in (OSError, ValueError) if isinstance(error, kind))
+            kind = next(kinds, RuntimeError)
+            name = f"{type(error).__name__}: " if kind is RuntimeError else ""
+            answer[1] = kind(f"{name}{error}")
     wait_for_gloo_at_exit()
     distributed.broadcast_object_list(answer)
     if answer[1] is not None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packages that only some commands need, and the extra of zero8 that installs each."""
 
-import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,16 +16,6 @@ EXTRAS = {
 
 USAGE = 2
 """Exit status of a command that cannot start, the same as for wrong usage."""
-
-
-def need(*names: str) -> None:
-    """Import packages, so that a command that needs them late fails before its work.
-
-    Raises:
-        ModuleNotFoundError: for the first that is not installed.
-    """
-    for name in names:
-        importlib.import_module(name)
 
 
 @contextmanager

@@ -20,25 +20,14 @@ from pathlib import Path
 LONGEST_NAME_BYTES = 200
 
 _ENOTSUPP = 524  # of the kernel, which some network file systems return to programs
-_WITHOUT_LOCKS = (
-    errno.ENOLCK,
-    errno.ENOTSUP,
-    errno.ENOSYS,
-    errno.EBADF,
-    errno.EINVAL,
-    _ENOTSUPP,
-)
+_WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EINVAL, _ENOTSUPP}
 """The errors of file systems without locks; others, such as EIO, are failures of the disk."""
 
 logger = logging.getLogger("zero8")
 
 
 def opened(path: Path) -> FileIO:
-    """Open the file of a lock for reading and writing; creates it if it is missing.
-
-    Raises:
-        OSError: if it cannot be opened, or is a symbolic or hard link.
-    """
+    """Open the file of a lock, or create it; raise OSError if it is a symbolic or hard link."""
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         file = FileIO(str(path), "r+", opener=lambda name, _: os.open(name, flags, 0o666))
@@ -56,11 +45,7 @@ def opened(path: Path) -> FileIO:
 
 
 def take(file: FileIO) -> bool:
-    """Take the lock of a file, if it is free, until the file is closed; return whether it was free.
-
-    Raises:
-        OSError: naming the file, if it cannot be locked.
-    """
+    """Take the lock of a file, if it is free, until it is closed; return whether it was free."""
     try:
         _flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -89,15 +74,6 @@ def wait_for(file: FileIO) -> None:
     """Wait for the lock of a file, and take it until the file is closed; raises as `take` does."""
     _flock(file, fcntl.LOCK_EX)
     _write_holder(file)
-
-
-def is_held(file: FileIO) -> bool:
-    """Return whether another process holds the lock of a file, which need only be readable."""
-    try:
-        _flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    return False
 
 
 def holder(file: FileIO) -> str:

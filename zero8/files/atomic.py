@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Atomic writes of files.
+"""Atomic writes of files and folders.
 
 After a loss of power a file has its contents only if it was synced, and its name only if its folder
 was.
@@ -8,8 +8,13 @@ was.
 import errno
 import os
 import secrets
-from contextlib import suppress
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import torch
 
 TEMPORARY = ".zero8-tmp"
 """The suffix of files that `write_atomically` has not finished."""
@@ -19,9 +24,6 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Write a file so that at any time, even after a loss of power, it is the old or the new one.
 
     A link of that name is replaced, and its target is unchanged.
-
-    Raises:
-        OSError: if it cannot be written; it names the file, which is unchanged.
     """
     # A random name, so that nobody can put a link there before.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMPORARY}")
@@ -48,3 +50,37 @@ def sync_folder(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def made_beside(target: Path) -> Iterator[Path]:
+    """Yield a path for a file or a folder that is renamed to `target` at the end of the block.
+
+    It lies in a temporary hidden folder beside `target`.  An error in the block leaves no target.
+    Missing parents of the target are created.
+    """
+    _check_is_free(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
+    try:
+        yield folder / target.name
+        for path, _, _ in os.walk(folder / target.name):
+            sync_folder(Path(path))
+        _check_is_free(target)
+        (folder / target.name).rename(target)
+        sync_folder(target.parent)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def save(content: object, path: Path) -> None:
+    """Write a file by `torch.save`, and sync it to the disk."""
+    with open(path, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _check_is_free(target: Path) -> None:
+    if target.exists() or target.is_symlink():
+        raise FileExistsError(f"{target} exists; remove it or name another output")

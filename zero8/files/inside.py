@@ -3,15 +3,22 @@
 
 A checkpoint can hold symbolic links that lead out of it, and pipes or devices whose readers block.
 These functions follow no link below the folder, and open regular files only.  The folder's own path
-is the caller's, and may contain links.
+is the caller's, and may contain links; paths in it have slashes and no "..".
+
+What cannot be opened raises OSError; what is no regular file, or is reached through a link,
+ValueError.
 """
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path, PurePosixPath
+
+import torch
+from torch import Tensor
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 MAX_DEPTH = 64
@@ -21,16 +28,7 @@ _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def opened(folder: Path, path: str) -> FileIO:
-    """Open a regular file to read its bytes, without a buffer.
-
-    Args:
-        folder: the outermost folder.
-        path: relative to it, with slashes and without "..".
-
-    Raises:
-        OSError: if it cannot be opened.
-        ValueError: if it is not a regular file, or reached through a symbolic link.
-    """
+    """Open a regular file to read its bytes, without a buffer."""
     with _parent_of(folder, path) as (parent, name):
         # Before the open, which can act on a device; and after it, as the file may be replaced.
         _check_is_file(os.lstat(name, dir_fd=parent), Path(folder, path))
@@ -44,25 +42,33 @@ def opened(folder: Path, path: str) -> FileIO:
 
 
 def opened_at(path: Path, folder: Path | None) -> FileIO:
-    """Open a regular file as `opened` does; without a folder, its path may have links.
-
-    Args:
-        path: the file.
-        folder: a parent of it, below which links are not followed.
-    """
+    """Open a file in a folder; without one, its path may have links."""
     if folder is None:
         place = path.resolve()
         return opened(place.parent, place.name)
     return opened(folder, path.relative_to(folder).as_posix())
 
 
-def size_bytes_of(folder: Path, path: str) -> int:
-    """Return the size of a regular file.
+def mapped(path: Path, folder: Path | None = None) -> Tensor:
+    """Map a file into memory, (bytes,) uint8, so that only the bytes used are read.
 
-    Raises:
-        OSError: if there is no such file.
-        ValueError: if it is not a regular file, or reached through a symbolic link.
+    Writes do not reach the file.  If another process truncates it meanwhile, access to the missing
+    bytes raises SIGBUS.
     """
+    with opened_at(path, folder) as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        if not size_bytes:
+            raise ValueError(f"{path}: got an empty file; was it cut short?")
+        # torch opens files by name; this name is the open file's.
+        own_name = f"/proc/self/fd/{file.fileno()}"
+        try:
+            return torch.from_file(own_name, size=size_bytes, dtype=torch.uint8)
+        except RuntimeError as error:  # for example, too little address space
+            raise OSError(errno.ENOMEM, "cannot be mapped into memory", str(path)) from error
+
+
+def size_bytes_of(folder: Path, path: str) -> int:
+    """Return the size of a regular file."""
     with _parent_of(folder, path) as (parent, name):
         info = os.lstat(name, dir_fd=parent)
     _check_is_file(info, Path(folder, path))
@@ -70,23 +76,13 @@ def size_bytes_of(folder: Path, path: str) -> int:
 
 
 def remove(folder: Path, path: str) -> None:
-    """Remove a file, or a link itself, if it exists.
-
-    Raises:
-        OSError: if it cannot be removed.
-        ValueError: if it is reached through a symbolic link.
-    """
+    """Remove a file, or a link itself, if it exists."""
     with suppress(FileNotFoundError), _parent_of(folder, path) as (parent, name):
         os.unlink(name, dir_fd=parent)
 
 
 def read_at_most(folder: Path, path: str, limit_bytes: int) -> bytes:
-    """Return the contents of a small file.
-
-    Raises:
-        OSError: if it cannot be read.
-        ValueError: if it is longer than the limit, or as `opened` does.
-    """
+    """Return the contents of a file; a longer one raises ValueError."""
     parts, left = [], limit_bytes + 1
     with opened(folder, path) as file:
         while left and (part := file.read(left)):
@@ -101,10 +97,6 @@ def paths_of(folder: Path) -> Iterator[str]:
     """Yield the paths, relative and with slashes, of everything in a folder except folders.
 
     Links to folders are included, and not followed.
-
-    Raises:
-        OSError: if a folder in it cannot be read.
-        ValueError: if folders are nested deeper than `MAX_DEPTH`.
     """
     pending = [""]
     while pending:

@@ -9,20 +9,23 @@ A folder with a manifest is complete.  Manifests are untrusted: they may be dama
 file outside the folder is read, and no link in it is followed.
 """
 
-import heapq
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from io import FileIO
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
 from zero8.files.atomic import TEMPORARY, write_atomically
-from zero8.files.hashes import Progress, hash_of
 from zero8.files.inside import MAX_DEPTH, leads_out, opened, paths_of, read_at_most, size_bytes_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 MANIFEST = "zero8_manifest.json"
 MARKER = "zero8_incomplete"
@@ -34,34 +37,24 @@ LARGEST_SEQUENCE = 2**53
 """The largest valid sequence number."""
 _HASH = re.compile(r"[0-9a-f]{32}")
 _LARGEST = 2**63 - 1
+CHUNK_BYTES = 4 << 20
+"""How much of a file is in memory while it is hashed."""
 
 
-@dataclass(frozen=True)
-class File:
-    """A file of a folder.
+class File(NamedTuple):
+    """A file of a folder; its path is relative, with slashes.
 
-    Attributes:
-        path: relative to the folder, with slashes.
-        size_bytes: its size.
-        hash: as `zero8.files.hashes.hash_of` returns it.
-        rank: which rank wrote it.
+    The hash is XXH3 of its contents, which detects accidents, not manipulation.
     """
 
     path: str
     size_bytes: int
     hash: str
-    rank: int
+    rank: int  # which wrote it
 
 
-@dataclass(frozen=True)
-class Damage:
-    """What is wrong with a file.
-
-    Attributes:
-        path: relative to the folder.
-        rank: which rank wrote it; None if unknown.
-        reason: the damage.
-    """
+class Damage(NamedTuple):
+    """What is wrong with a file, and which rank wrote it, if known."""
 
     path: str
     rank: int | None
@@ -89,21 +82,15 @@ class Manifest:
 
     @classmethod
     def of(cls, sequence: int, world_size: int, files: Iterable[File]) -> "Manifest":
-        """Return the manifest of these files.
-
-        Raises:
-            ValueError: if they are invalid, for example if two have the same path.
-        """
+        """Return the manifest of these files; raise ValueError if two have the same path."""
         manifest = cls(sequence, world_size, tuple(sorted(files, key=lambda file: file.path)))
         return cls.parsed(manifest.text().encode())
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Return the manifest of a folder.
+        """Return the manifest of a folder; raise ValueError if it cannot be read.
 
-        Raises:
-            FileNotFoundError: if there is none, so that the folder is not complete.
-            ValueError: if it is damaged, of a newer format, or cannot be read.
+        Without one, the folder is not complete: FileNotFoundError.
         """
         path = Path(folder, MANIFEST)
         try:
@@ -148,7 +135,7 @@ class Manifest:
 
     def text(self) -> str:
         """Return the JSON text."""
-        files = ",\n".join(f"  {json.dumps(vars(file))}" for file in self.files)
+        files = ",\n".join(f"  {json.dumps(file._asdict())}" for file in self.files)
         before = (
             f'{{\n "format": {FORMAT_VERSION},\n "sequence": {self.sequence},\n'
             f' "world_size": {self.world_size},\n "files": [\n{files}\n ],\n'
@@ -163,25 +150,16 @@ class Manifest:
         self,
         folder: Path,
         share: tuple[int, int] = (0, 1),
-        progress: Progress | None = None,
         is_part: Callable[[str], bool] = lambda path: True,
         is_read: Callable[[str], bool] = lambda path: True,
     ) -> list[Damage]:
-        """Return the damages of the folder; costs one read of the share's files.
+        """Return the damages of the folder; costs one read of the share's files, (index, count).
 
-        Args:
-            folder: the manifest's folder.
-            share: (i, n): check only share i of n shares of the files.
-            progress: called with the numbers of bytes read.
-            is_part: whether an unlisted file is a damage, by its path.
-            is_read: whether a listed file is needed, by its path; others may be missing.
+        An unlisted file is a damage if `is_part`, a missing one if `is_read`, given their paths.
         """
         index, count = share
-        found = [
-            Damage(file.path, file.rank, reason)
-            for file in self.shares(count)[index]
-            if is_read(file.path) and (reason := self.damage_of(folder, file, progress))
-        ]
+        files = [file for file in self.share(index, count) if is_read(file.path)]
+        found = [damage for file in files if (damage := self.damage_of(folder, file))]
         return found + (self.unlisted(folder, is_part) if index == 0 else [])
 
     def unlisted(
@@ -195,20 +173,26 @@ class Manifest:
             if path not in known and is_part(path)
         ]
 
-    def damage_of(self, folder: Path, file: File, progress: Progress | None = None) -> str:
-        """Return the damage of a file of the folder, "" if there is none."""
+    def damage_of(self, folder: Path, file: File) -> Damage | None:
+        """Return the damage of a file of the folder, None if there is none."""
+        reason = ""
         try:
             with opened(folder, file.path) as contents:
-                if reason := _wrong_size(os.fstat(contents.fileno()).st_size, file):
-                    return reason
-                digits = hash_of(contents, progress)
+                size_bytes = os.fstat(contents.fileno()).st_size
+                if size_bytes != file.size_bytes:
+                    kind = "truncated" if size_bytes < file.size_bytes else "too long"
+                    reason = f"{kind}: got {size_bytes} bytes, expected {file.size_bytes}"
+                elif (digits := hash_of(contents)) != file.hash:
+                    other = self._by_hash.get(digits)
+                    whose = (
+                        f": they are those of {other.path} of rank {other.rank}" if other else ""
+                    )
+                    reason = f"contents differ{whose}"
+        except FileNotFoundError:
+            reason = "missing"
         except (OSError, ValueError) as error:
-            return _unreadable(error)
-        if digits == file.hash:
-            return ""
-        other = self._by_hash.get(digits)
-        whose = f": they are those of {other.path} of rank {other.rank}" if other else ""
-        return f"contents differ{whose}"
+            reason = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        return Damage(file.path, file.rank, reason) if reason else None
 
     def is_there(self, folder: Path) -> bool:
         """Return whether there are files and all have their sizes; does not read them."""
@@ -222,23 +206,33 @@ class Manifest:
     def _by_hash(self) -> dict[str, File]:
         return {file.hash: file for file in reversed(self.files)}
 
-    def shares(self, count: int) -> list[list[File]]:
-        """Return the files in `count` shares of about equal bytes.
+    def share(self, index: int, count: int) -> list[File]:
+        """Return one of `count` shares of the files, of about equal bytes.
 
-        If `count` is the world size that wrote them, each share has the files of its rank, which
-        that rank reads next.
+        If `count` is the world size that wrote them, it has the files of one rank, which that rank
+        reads next.
         """
-        shares: list[list[File]] = [[] for _ in range(count)]
         if count == self.world_size:
-            for file in self.files:
-                shares[file.rank].append(file)
-            return shares
-        lightest = [(0, index) for index in range(count)]
-        for file in sorted(self.files, key=lambda file: (-file.size_bytes, file.path)):
-            num_bytes, index = lightest[0]
-            shares[index].append(file)
-            heapq.heapreplace(lightest, (num_bytes + file.size_bytes, index))
-        return shares
+            return [file for file in self.files if file.rank == index]
+        return sorted(self.files, key=lambda file: (-file.size_bytes, file.path))[index::count]
+
+
+def hash_of(file: FileIO) -> str:
+    """Return the XXH3 hash of the rest of an open file, 128 bits in hexadecimal digits."""
+    state = xxhash.xxh3_128()
+    size_bytes = os.fstat(file.fileno()).st_size
+    chunk = memoryview(bytearray(min(size_bytes + 1, CHUNK_BYTES)))
+    while count := file.readinto(chunk):
+        state.update(chunk[:count])
+    return state.hexdigest()
+
+
+def hash_64(parts: "Iterable[Buffer]") -> int:
+    """Return the XXH3 hash of contiguous bytes in memory, in order, 64 bits as a number."""
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.intdigest()
 
 
 def paths_in(folder: Path) -> Iterator[str]:
@@ -252,19 +246,6 @@ def paths_in(folder: Path) -> Iterator[str]:
         is_temporary = name.endswith(TEMPORARY) or name.startswith(".nfs")
         if path not in (MANIFEST, MARKER) and not is_temporary:
             yield path
-
-
-def _wrong_size(got: int, file: File) -> str:
-    if got == file.size_bytes:
-        return ""
-    kind = "truncated" if got < file.size_bytes else "too long"
-    return f"{kind}: got {got} bytes, expected {file.size_bytes}"
-
-
-def _unreadable(error: OSError | ValueError) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "missing"
-    return f"cannot be read: {getattr(error, 'strerror', None) or error}"
 
 
 def _file(entry: object) -> File:

@@ -16,9 +16,7 @@ from pathlib import Path
 
 from zero8.environment.agree import from_rank_0, raise_together
 from zero8.files import tags
-from zero8.files.folder_lock import locked
 from zero8.files.manifest import paths_in
-from zero8.files.seal import seal, verify
 
 
 @contextmanager
@@ -66,13 +64,13 @@ def newest(folder: Path | str) -> Path | None:
 
 def _begin(tag: Path, stack: ExitStack) -> None:
     tag.parent.mkdir(parents=True, exist_ok=True)
-    stack.enter_context(locked(tag.parent))
+    stack.enter_context(tags.locked(tag.parent))
     tags.begin(tag, tags.next_sequence(tag.parent))
 
 
 def _end(tag: Path, keep: int) -> None:
     _check_is_written(tag)
-    seal(tag, force=True)  # force: the tag has been marked as incomplete
+    tags.seal(tag, force=True)  # force: the tag has been marked as incomplete
     tags.write_latest(tag.parent, tag.name)
     if keep:
         tags.prune(tag.parent, keep)
@@ -95,5 +93,5 @@ def _newest(folder: Path) -> Path | None:
     complete = tags.complete_tags(folder) if folder.is_dir() else []
     if not complete:
         return None
-    verify(folder / complete[-1].name)
+    tags.verify(folder / complete[-1].name)
     return folder / complete[-1].name

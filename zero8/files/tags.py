@@ -11,36 +11,42 @@ without zero8, and its state is unknown.  Steps, in order:
 Tags are ordered by their sequence numbers, not by clocks.
 """
 
+import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
+from zero8.environment import flock
 from zero8.files.atomic import sync_folder, write_atomically
-from zero8.files.inside import is_folder, leads_out, read_at_most, remove
-from zero8.files.manifest import LARGEST_SEQUENCE, MANIFEST, MARKER, Manifest, paths_in
+from zero8.files.inside import is_folder, leads_out, opened, read_at_most, remove
+from zero8.files.manifest import (
+    LARGEST_SEQUENCE,
+    MANIFEST,
+    MARKER,
+    Damage,
+    File,
+    Manifest,
+    hash_of,
+    paths_in,
+)
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 """Files beside tags that name the tag to load, and the universal checkpoint to load."""
+LOCK = ".zero8_lock"
 LIMIT_BYTES = 4096
 
 COMPLETE, INCOMPLETE, UNVERIFIED, DAMAGED = "complete", "incomplete", "unverified", "damaged"
 
 
-@dataclass(frozen=True)
-class Tag:
-    """A tag, without its files.
+class Tag(NamedTuple):
+    """A tag, without its files: its name, state, and sequence number, 0 if unknown.
 
-    Attributes:
-        name: of the folder.
-        state: COMPLETE; INCOMPLETE: saving or deleting it was interrupted; UNVERIFIED: saved
-            without zero8; DAMAGED: its manifest cannot be read.
-        sequence: its sequence number; 0 if unknown.
-        problem: if DAMAGED, the error of reading the manifest.
+    COMPLETE; INCOMPLETE: saving or deleting it was interrupted; UNVERIFIED: saved without zero8;
+    DAMAGED: its manifest cannot be read, for a problem in words.
     """
 
     name: str
@@ -82,11 +88,7 @@ def whole_tags(folder: Path) -> list[Tag]:
 
 
 def next_sequence(folder: Path) -> int:
-    """Return the sequence number for the next tag of a folder.
-
-    Raises:
-        ValueError: if a tag has the largest one.
-    """
+    """Return the sequence number for the next tag; raise ValueError if a tag has the largest."""
     tags = tags_in(folder)
     if tags and tags[-1].sequence == LARGEST_SEQUENCE:
         raise ValueError(
@@ -101,17 +103,9 @@ def begin(
 ) -> None:
     """Mark a new or existing tag incomplete, and delete the files of its earlier save, if any.
 
-    Files of a tag that was saved without zero8 stay.
-
-    Args:
-        folder: of the tag; its parent must exist.
-        sequence: from `next_sequence`.
-        note: kept in the marker.
-        is_part: whether an unlisted file belongs to an earlier save, by its path.
-
-    Raises:
-        ValueError: if the tag is a symbolic link, or has one in place of a part, through which the
-            save would write; nothing is changed then.
+    Files of a tag that was saved without zero8 stay, and unlisted ones unless `is_part` of a save,
+    given their paths.  `note` is kept in the marker.  If the tag is a link, or has one in place of
+    a part, through which the save would write, it raises ValueError, and nothing is changed.
     """
     if folder.is_symlink():
         raise ValueError(
@@ -153,12 +147,57 @@ def end(folder: Path, manifest: Manifest) -> None:
         (folder / MARKER).unlink()
 
 
-def read_latest(folder: Path, name: str = LATEST) -> str | None:
-    """Return the tag that a folder's `latest` names, None without such a file.
+def seal(folder: Path, force: bool = False) -> Manifest:
+    """Write the manifest of all files in a folder of another writer, which makes it complete.
 
-    Raises:
-        ValueError: if its content is not a tag's name.
+    A folder that is marked as incomplete, or holds links or pipes, raises ValueError; `force` seals
+    even an incomplete one.  To be called by one process, after all have written.  Costs one read of
+    all files, mostly from the page cache.  The manifest has world size 0 and rank 0 for all files,
+    as the writers are unknown.
     """
+    folder = Path(folder)
+    if not force and tag_at(folder).state == INCOMPLETE:
+        raise ValueError(
+            f"{folder}: is incomplete: saving or deleting it was interrupted, so that files may be "
+            "missing; to seal it anyway, use --force (force=True)"
+        )
+    sequence = next_sequence(folder.resolve().parent)
+    files = [file_entry(folder, path, 0) for path in paths_in(folder)]
+    for parent in {folder, *(Path(folder, file.path).parent for file in files)}:
+        sync_folder(parent)
+    manifest = Manifest.of(sequence, 0, files)
+    end(folder, manifest)
+    return manifest
+
+
+def file_entry(folder: Path, path: str, rank: int) -> File:
+    """Sync a file to the disk, and return its entry in a manifest."""
+    with opened(folder, path) as file:
+        os.fsync(file.fileno())
+        return File(path, os.fstat(file.fileno()).st_size, hash_of(file), rank)
+
+
+def verify(folder: Path) -> Manifest:
+    """Compare a folder with its manifest, which is returned; costs one read of all files.
+
+    Damages raise ValueError, which lists them; a folder that was not sealed FileNotFoundError.
+    """
+    manifest = Manifest.read(folder)
+    if damages := manifest.check(folder):
+        raise ValueError(f"{folder} is damaged:\n{lines(damages)}")
+    return manifest
+
+
+def lines(damages: list[Damage], most: int = 20) -> str:
+    """Return a line for each damage, up to `most`."""
+    shown = [f"  {damage}" for damage in damages[:most]]
+    if len(damages) > most:
+        shown.append(f"  and {len(damages) - most} more")
+    return "\n".join(shown)
+
+
+def read_latest(folder: Path, name: str = LATEST) -> str | None:
+    """Return the tag that a folder's `latest` names, None without; ValueError if it is damaged."""
     path = Path(folder, name)
     try:
         text = read_at_most(folder, name, LIMIT_BYTES).decode().strip()
@@ -188,23 +227,31 @@ def write_latest(folder: Path, tag: str, name: str = LATEST) -> None:
     write_atomically(Path(folder, name), tag.encode())
 
 
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder of tags during the block: one process at a time changes them.
+
+    If another process holds it, BlockingIOError says which.  On a file system without locks the
+    block runs unlocked.
+    """
+    with flock.opened(folder / LOCK) as file:
+        if not flock.take_where_possible(file):
+            raise BlockingIOError(
+                errno.EWOULDBLOCK,
+                f"another job saves into this folder, or prunes it: {flock.holder(file)} holds "
+                f"{folder / LOCK}; give each job a folder of its own",
+            )
+        yield
+
+
 def prune(folder: Path, keep: int) -> list[str]:
-    """Delete the oldest complete tags, and incomplete ones older than the newest complete tag.
+    """Delete all but `keep` complete tags, and incomplete ones older than the newest complete.
+
+    Returns the names of the deleted ones.  The caller holds the lock of the folder.
 
     Never deletes the tag that `latest` names, tags saved without zero8, tags whose manifest is
     damaged, tags with missing files or files of another size, and links.  Contents of files are not
     verified.
-
-    Args:
-        folder: of the tags; the caller holds its lock.
-        keep: number of complete tags to keep, at least 1.
-
-    Returns:
-        The names of the deleted tags.
-
-    Raises:
-        ValueError: if `keep` is less than 1, or `latest` is damaged.
-        OSError: if something cannot be deleted.
     """
     if keep < 1:
         raise ValueError(f"keep: got {keep}, expected 1 or more")

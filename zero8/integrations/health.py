@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from zero8.checkpoint.read.statistics import NUM_CODES, MomentCounts
+from zero8.checkpoint.read.statistics import NUM_CODES, saturated
 from zero8.deepspeed.constructing import innermost
 from zero8.environment import numbers
 from zero8.optimizer.blockwise import BlockwiseOptimizer
@@ -64,9 +64,8 @@ def health(optimizer: BlockwiseOptimizer) -> dict[str, float]:
         if sample := list(_runs(of_one)):
             code = optimizer.settings.codec.code_of(of_one[0].rule)
             codes = torch.cat([run.cpu() for run in sample])
-            counts = MomentCounts(torch.bincount(codes, minlength=NUM_CODES))
-            summary = counts.summary(code)
-            values |= {f"{of_one[0].name}_{end}": summary[end] for end in ("at_top", "at_floor")}
+            shares = saturated(code, torch.bincount(codes, minlength=NUM_CODES))
+            values |= {f"{of_one[0].name}_{end}": share for end, share in shares.items()}
     if optimizer.algorithm is ADAM and (share := _clipped(optimizer, moments)) is not None:
         values["clipped"] = share
     prefix = "zero8/" if numbers.num_ranks() == 1 else f"zero8/rank{numbers.rank()}/"

@@ -5,11 +5,10 @@ import argparse
 import json
 from pathlib import Path
 
-from zero8.plan.deepspeed_config import with_deepspeed_config
-from zero8.plan.fit import Memory
+from zero8.plan.memory import Memory
 from zero8.plan.model import Model
 from zero8.plan.report import GIB, Plan, summary, text
-from zero8.plan.setup import BY_NAME, CHOICES, Setup
+from zero8.plan.setup import BY_NAME, CHOICES, Setup, with_deepspeed_config
 from zero8.plan.step_time import Hardware
 from zero8.spec.codec import CODECS, DEFAULT_CODEC
 

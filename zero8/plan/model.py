@@ -26,11 +26,7 @@ class Model:
 
     @classmethod
     def of_size(cls, text: str) -> "Model":
-        """Return a model of a size such as "8B": matrices of 4096 x 4096, the last one shorter.
-
-        Raises:
-            ValueError: if the text is not a size of at least one row.
-        """
+        """Return a model of a size such as "8B": matrices of 4096 x 4096, the last one shorter."""
         found = re.fullmatch(r"(\d+(?:\.\d*)?)([KMBT]?)", text.strip().upper())
         numel = round(float(found[1]) * UNITS[found[2]]) if found else 0
         if numel < SIDE:
@@ -45,13 +41,7 @@ class Model:
 
     @classmethod
     def of_file(cls, path: Path) -> "Model":
-        """Return the model of a JSON object of names and shapes, or of a `config.json`.
-
-        Raises:
-            ValueError: if the file is neither.
-            OSError: if it cannot be read.
-            ModuleNotFoundError: for a `config.json` without transformers.
-        """
+        """Return the model of a JSON object of names and shapes, or of a `config.json`."""
         try:
             content = json.loads(path.read_text())
         except ValueError as error:

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
-from zero8.plan.fit import Memory, cases_of, needs
-from zero8.plan.memory import rows_of, total
+from zero8.plan.memory import Memory, cases_of, needs, rows_of, total
 from zero8.plan.model import Model
 from zero8.plan.setup import GPU, HOST, NVME, Setup, counted
 from zero8.plan.step_time import RECORD, Hardware, steps_of

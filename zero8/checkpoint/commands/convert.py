@@ -15,15 +15,17 @@ and, for decoding, up to 110 bytes for each of 4 million elements and 4 for each
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from zero8.checkpoint.read import contents as contents_of
 from zero8.checkpoint.read.contents import Contents
+from zero8.checkpoint.read.joined import mapped_tensor
 from zero8.checkpoint.read.open import open_checkpoint
 from zero8.checkpoint.write.dcp_writer import write_dcp
 from zero8.checkpoint.write.plain_writer import write_bitsandbytes, write_fp32, write_plain
 from zero8.checkpoint.write.universal_writer import name_latest, write_universal
-from zero8.files.staging import Staging, made_beside
+from zero8.files.atomic import made_beside
 
 Write = Callable[[Contents, Path], None]
 
@@ -93,23 +95,11 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
 
 
 def convert(source: Path, target: Path, to: str) -> dict:
-    """Convert a checkpoint; return a summary.
-
-    Args:
-        source: a path for `open_checkpoint`.
-        target: the file or folder to make.
-        to: a key of TARGETS.
-
-    Raises:
-        ValueError: if the source is damaged or incomplete, or lacks something for the target.
-        FileExistsError: if the target exists.
-        OSError: if the source cannot be read, or the target cannot be written.
-        RuntimeError: if torch fails to write.
-    """
+    """Convert a checkpoint to a target, a key of TARGETS; return a summary."""
     write, _ = TARGETS[to]
     with made_beside(target.absolute()) as made:
         opened = open_checkpoint(source)
-        found = contents_of.read(opened, Staging(made.parent), to in DECODED)
+        found = contents_of.read(opened, partial(mapped_tensor, made.parent), to in DECODED)
         write(found, made)
     if write is write_universal:
         name_latest(target.absolute())

@@ -11,7 +11,8 @@ from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
 
-from zero8.checkpoint.read.joined import Parameter
+from zero8.checkpoint.read.fragment import Fragment
+from zero8.checkpoint.read.joined import joined
 from zero8.checkpoint.read.open import open_checkpoint
 from zero8.checkpoint.read.source import Source
 
@@ -35,28 +36,21 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
 
 
 def compare(first: Source, second: Source) -> dict:
-    """Return the JSON object without the paths: parameters of one side only, and differences.
-
-    Raises:
-        ValueError: if a file or a parameter is damaged.
-    """
+    """Return the JSON object without the paths: parameters of one side only, and differences."""
     first.check()
     second.check()
-    ours, theirs = first.keys(), second.keys()
-    common = [key for key in ours if key in set(theirs)]
+    ours, theirs = set(first.names()), set(second.names())
+    common = [name for name in first.names() if name in theirs]
     params = []
-    for key in tqdm(common, desc="diff", unit="param", disable=None):
-        if entry := _entry(first.parameter(key), second.parameter(key)):
-            params.append({"name": "/".join(filter(None, key)), **entry})
-    only = [
-        sorted("/".join(filter(None, key)) for key in set(a) - set(b))
-        for a, b in ((ours, theirs), (theirs, ours))
-    ]
+    for name in tqdm(common, desc="diff", unit="param", disable=None):
+        sides = (joined(side.fragments(name)) for side in (first, second))
+        if entry := _entry(*sides):
+            params.append({"name": name, **entry})
     return {
-        "equal": not params and not any(only),
+        "equal": not params and ours == theirs,
         "compared": len(common),
-        "only_in_first": only[0],
-        "only_in_second": only[1],
+        "only_in_first": sorted(ours - theirs),
+        "only_in_second": sorted(theirs - ours),
         "different": params,
     }
 
@@ -80,11 +74,11 @@ def text(result: dict) -> str:
     return "\n".join(lines)
 
 
-def _entry(first: Parameter, second: Parameter) -> dict:
+def _entry(first: Fragment, second: Fragment) -> dict:
     """Return the differences of a parameter: a sentence for each entry that differs."""
     entry = {}
     for what, a, b in (
-        ("shape", first.piece.shape, second.piece.shape),
+        ("shape", first.shape, second.shape),
         ("step", first.step, second.step),
         ("moments", *([store.name for store in side.stores] for side in (first, second))),
     ):

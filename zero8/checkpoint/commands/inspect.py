@@ -2,15 +2,31 @@
 """`zero8 checkpoint inspect`: shows the contents of a checkpoint, and how its codes are used."""
 
 import argparse
-from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 from tabulate import tabulate
+from torch import Tensor
 
-from zero8.checkpoint.commands.param_counts import Found, ParamCounts
+from zero8.checkpoint.read.fragment import Fragment
+from zero8.checkpoint.read.joined import joined
 from zero8.checkpoint.read.open import open_checkpoint
-from zero8.checkpoint.read.source import Key, Source, in_threads
+from zero8.checkpoint.read.source import Source, in_threads, sizes_bytes
+from zero8.checkpoint.read.statistics import counts_of, order_of_codes, summary
+
+MOST_ROWS = 60
+"""The number of parameters in the plot, the largest ones, so that rows stay readable."""
+
+
+class Counted(NamedTuple):
+    """The JSON object of a parameter, and the share of each code of its 8-bit moments.
+
+    Shares are in the order of the codes' values.
+    """
+
+    entry: dict
+    shares: dict[str, Tensor]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,50 +40,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
     """Return exit status, JSON object and text."""
     if arguments.plot is not None:
-        from zero8.checkpoint.commands.histograms import plot  # needs matplotlib
+        from matplotlib.figure import Figure  # which may be missing: before the work
     source = open_checkpoint(arguments.path)
     found = count(source)
-    result = summary(source, found)
+    result = result_of(source, [one.entry for one in found])
     lines = text(result)
     if arguments.plot is not None:
-        plot(found, arguments.plot)
+        plot(found, Figure((12, 4)), arguments.plot)
         lines += f"\nwrote {arguments.plot}"
     return 0, result, lines
 
 
-def count(source: Source) -> Found:
-    """Return the counts of each parameter, by part of the model and name.
-
-    Raises:
-        ValueError: if a file or a parameter is damaged.
-    """
+def count(source: Source) -> list[Counted]:
+    """Return the counts of each parameter, by name."""
     source.check()
 
-    def counted(key: Key) -> ParamCounts:
-        return ParamCounts.of(source.parameter(key, with_weights=False))
+    def counted(name: str) -> Counted:
+        return _counted(joined(source.fragments(name), with_weights=False))
 
-    return dict(sorted(in_threads("inspect", source.keys(), counted)))
+    return [one for _, one in in_threads("inspect", sorted(source.names()), counted)]
 
 
-def summary(source: Source, found: Found) -> dict:
+def _counted(parameter: Fragment) -> Counted:
+    piece, stores = parameter.piece, parameter.stores
+    codec = stores[0].codec if piece.is_quantized else None
+    entry = {
+        "name": parameter.name,
+        "shape": list(piece.shape),
+        "numel": piece.numel,
+        "bits": codec.bits_of(parameter.algorithm.moments) if codec else 32,
+        "block_size": piece.block_size,
+        "codec": codec.name if codec else None,
+        "step": parameter.step,
+    }
+    shares = {}
+    for store in stores:
+        counts = counts_of(store)
+        entry[store.name] = summary(store, counts)
+        if codec:
+            ordered = counts[order_of_codes(store.code)].double()
+            shares[store.name] = ordered / max(1, piece.numel)
+    return Counted(entry, shares)
+
+
+def result_of(source: Source, params: list[dict]) -> dict:
     """Return the JSON object: facts of the whole, and an entry per parameter."""
-    codecs = Counter(p.codec.name for p in found.values() if p.block_size)
-    sizes = Counter(p.block_size for p in found.values() if p.block_size)
-    sizes_bytes = source.sizes_bytes()
+    quantized = [param for param in params if param["codec"]]
+    sizes = sizes_bytes(source.files())
     return {
         "path": str(source.path),
-        **asdict(source.facts()),
-        "files": len(sizes_bytes),
-        "bytes": sum(sizes_bytes.values()),
-        "codecs": sorted(codecs),
-        "block_sizes": sorted(sizes),
-        "steps": sorted({p.step for p in found.values()}),
-        "numel": sum(p.numel for p in found.values()),
-        "numel_8bit": sum(p.numel for p in found.values() if p.block_size),
-        "params": [
-            {"name": name, **({"part": part} if part else {}), **param.entry()}
-            for (part, name), param in found.items()
-        ],
+        **source.facts()._asdict(),
+        "files": len(sizes),
+        "bytes": sum(sizes.values()),
+        "codecs": sorted({param["codec"] for param in quantized}),
+        "block_sizes": sorted({param["block_size"] for param in quantized}),
+        "steps": sorted({param["step"] for param in params}),
+        "numel": sum(param["numel"] for param in params),
+        "numel_8bit": sum(param["numel"] for param in quantized),
+        "params": params,
     }
 
 
@@ -84,28 +114,50 @@ def text(result: dict) -> str:
         f"step {', '.join(map(str, result['steps']))}; codec {codecs}, blocks of {blocks}; "
         f"{result['numel']} elements, {share:.1f} % of them 8-bit\n"
     )
-    quantized = [param for param in result["params"] if param["bits"] < 32]
-    rows = [_row(param, name) for param in quantized for name in _moments_of(param)]
+    quantized = [param for param in result["params"] if param["codec"]]
+    rows = [row for param in quantized for row in _rows(param)]
     headers = ["parameter", "shape", "moment", "codes used", "zeros %", "at top %", "at floor %"]
     table = tabulate(rows, [*headers, "scales"], disable_numparse=True)
     others = len(result["params"]) - len(quantized)
     return f"{head}\n{table}\n{others} parameter(s) with float32 moments"
 
 
-def _moments_of(param: dict) -> list[str]:
-    """Return the names of the moments in a parameter's JSON object."""
-    return [key for key, value in param.items() if isinstance(value, dict)]
+def _rows(param: dict) -> list[list[str]]:
+    """Return a row for each moment of a parameter, the first with its name and shape."""
+    cells, rows = [param["name"], "x".join(map(str, param["shape"]))], []
+    for name, moment in param.items():
+        if isinstance(moment, dict):
+            used = f"{moment['codes_used']} of {moment['codes']}"
+            shares = (f"{100 * moment[key]:.2f}" for key in ("zeros", "at_top", "at_floor"))
+            scales = f"{moment['scale_min']:.1e} to {moment['scale_max']:.1e}"
+            rows.append([*cells, name, used, *shares, scales])
+            cells = ["", ""]
+    return rows
 
 
-def _row(param: dict, moment_name: str) -> list[str]:
-    moment = param[moment_name]
-    first = moment_name == _moments_of(param)[0]
-    name = param["name"] if "part" not in param else f"{param['part']}/{param['name']}"
-    cells = [
-        name if first else "",
-        "x".join(map(str, param["shape"])) if first else "",
-        moment_name,
-    ]
-    shares = (f"{100 * moment[key]:.2f}" for key in ("zeros", "at_top", "at_floor"))
-    scales = f"{moment['scale_min']:.1e} to {moment['scale_max']:.1e}"
-    return [*cells, f"{moment['codes_used']} of {moment['codes']}", *shares, scales]
+def plot(found: list[Counted], figure: Any, path: Path) -> None:
+    """Draw into a figure the share of each code for each moment, in total and per parameter."""
+    numel = [param.entry["numel"] for param in found if param.shares]
+    if not numel:
+        raise ValueError("--plot: the checkpoint has no 8-bit moments")
+    smallest = sorted(numel)[-MOST_ROWS:][0]
+    params = [p for p in found if p.shares and p.entry["numel"] >= smallest][:MOST_ROWS]
+    figure.set(size_inches=(12, 4 + 0.16 * len(params)), layout_engine="constrained")
+    names = list(dict.fromkeys(name for param in params for name in param.shares))
+    heights = (1, 0.25 + 0.06 * len(params))
+    axes = figure.subplots(2, len(names), height_ratios=heights, squeeze=False)
+    for column, name in enumerate(names):
+        having = [param for param in params if name in param.shares]
+        shares = torch.stack([param.shares[name] for param in having])
+        weights = torch.tensor([float(param.entry["numel"]) for param in having])
+        total = (shares * weights[:, None]).sum(0) / weights.sum()
+        top, below = axes[0][column], axes[1][column]
+        top.bar(range(len(total)), 100 * total.numpy(), width=1.0, color="#4477aa")
+        top.set(title=f"{name}: share of each code, %", xlim=(-0.5, len(total) - 0.5))
+        logarithms = shares.clamp(min=1e-7).log10().numpy()
+        image = below.imshow(logarithms, aspect="auto", interpolation="nearest", vmin=-7, vmax=-1)
+        labels = [param.entry["name"][-40:] for param in having]
+        below.set_yticks(range(len(labels)), labels, fontsize=6)
+        below.set_xlabel("codes, in the order of their values")
+        figure.colorbar(image, ax=below, label="log10 of the share")
+    figure.savefig(path, dpi=120)

@@ -8,11 +8,13 @@ reads the states and checks their values; and every element of every parameter m
 import argparse
 import os
 import time
+from functools import partial
 from pathlib import Path
 
+from zero8.checkpoint.read.joined import joined
 from zero8.checkpoint.read.open import open_checkpoint
-from zero8.checkpoint.read.source import Key, Source, in_threads
-from zero8.files.manifest import Damage, Manifest
+from zero8.checkpoint.read.source import Source, in_threads, sizes_bytes
+from zero8.files.manifest import Manifest
 from zero8.files.tags import INCOMPLETE, tag_at
 
 
@@ -36,7 +38,7 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
     problems = damages + problems
     if source:
         problems += _contents(source)
-    read = (listed or {}) | (source.sizes_bytes() if source else {})
+    read = (listed or {}) | (sizes_bytes(source.files()) if source else {})
     num_bytes = sum(read.values())
     seconds = time.perf_counter() - began
     result = {
@@ -64,38 +66,32 @@ def _against_manifest(folder: Path) -> tuple[dict[Path, int] | None, list[str]]:
         return None, [what] if is_incomplete else []
     except ValueError as error:
         return {}, [str(error)]
-    files = {folder / file.path: file for file in manifest.files}
-    sizes_bytes = {path: file.size_bytes for path, file in files.items()}
-
-    def check(path: Path) -> Damage | None:
-        reason = manifest.damage_of(folder, files[path])
-        return Damage(files[path].path, files[path].rank, reason) if reason else None
-
-    checked = in_threads("hashes", list(files), check)
+    files = list(manifest.files)
+    checked = in_threads("hashes", files, partial(manifest.damage_of, folder))
     found = [str(damage) for _, damage in checked if damage]
     try:
         found += map(str, manifest.unlisted(folder))
     except (ValueError, OSError) as error:
         found.append(str(error))
-    return sizes_bytes, found
+    return {folder / file.path: file.size_bytes for file in files}, found
 
 
 def _contents(source: Source) -> list[str]:
     """Return the damages of the states."""
 
-    def check(key: Key) -> str:
+    def check(name: str) -> str:
         try:
-            source.parameter(key, with_weights=False)
+            joined(source.fragments(name), with_weights=False)
         except (ValueError, OSError) as error:
             return str(error)
         return ""
 
     try:
-        keys = source.keys()
+        names = source.names()
     except (ValueError, OSError) as error:
         return [str(error)]
     return source.damages() + [
-        problem for _, problem in in_threads("contents", keys, check) if problem
+        problem for _, problem in in_threads("contents", names, check) if problem
     ]
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The joined contents of a checkpoint, which the writers of other checkpoints take."""
 
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -9,9 +8,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from zero8.checkpoint.read.joined import Parameter
+from zero8.checkpoint.read.fragment import Fragment
+from zero8.checkpoint.read.joined import Empty, joined
 from zero8.checkpoint.read.source import Source
-from zero8.files.staging import Staging
 from zero8.spec.adam import ADAM
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.muon import MUON
@@ -22,23 +21,19 @@ class Contents:
     """The contents of a checkpoint, independent of frameworks.
 
     Attributes:
+        source: where they are from, which has more on the run.
         parameters: the parameters that have moments, by name.
         groups: options of the parameter groups, each with the names of its "params".
         is_named: whether these are names, not numbers in constructor order.
         model: the model's tensors by name; master weights if there are any.
-        tied: further names of shared parameters, with their first names.
-        run: the progress of the run and what its script saved, under DeepSpeed's names.
-        scaling: the state of loss scaling and clipping, under DeepSpeed's names.
         notes: messages on contents that a conversion drops.
     """
 
-    parameters: dict[str, Parameter]
+    source: Source
+    parameters: dict[str, Fragment]
     groups: list[dict]
     is_named: bool
     model: dict[str, Tensor]
-    tied: dict[str, str]
-    run: dict
-    scaling: dict
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -64,11 +59,7 @@ class Contents:
         return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
     def step(self) -> int:
-        """Return the step of all parameters.
-
-        Raises:
-            ValueError: if they have taken different numbers of steps.
-        """
+        """Return the step of all parameters; raise ValueError if they differ."""
         steps = {parameter.step: name for name, parameter in self.parameters.items()}
         if len(steps) > 1:
             (low, one), (high, other) = min(steps.items()), max(steps.items())
@@ -92,23 +83,15 @@ class Contents:
             self.notes.append(f"corrections of bfloat16 weights: {where}")
 
 
-def read(source: Source, staging: Staging, decoded: bool) -> Contents:
-    """Return the contents of a checkpoint, in tensors of `staging`; moments in 8 bits or decoded.
+def read(source: Source, empty: Empty, decoded: bool) -> Contents:
+    """Return the contents of a checkpoint, in tensors of `empty`; moments in 8 bits or decoded.
 
-    Raises:
-        ValueError: naming parameter and file, if an element of a parameter is missing or appears
-            twice, its parts are of different steps, or a file is damaged.
-        OSError: if a file cannot be read.
+    Raises ValueError if something is missing, there twice, or does not fit together.
     """
     source.check()
     parameters = {}
-    for part, name in tqdm(source.keys(), desc="read", unit="parameter", disable=None):
-        if part:
-            raise ValueError(
-                f"{source.path}: got a part of a model-parallel model ({part}), expected a "
-                "checkpoint without model parallelism"
-            )
-        parameters[name] = source.parameter((part, name), staging.empty, decoded=decoded)
+    for name in tqdm(source.names(), desc="read", unit="parameter", disable=None):
+        parameters[name] = joined(source.fragments(name), empty, decoded=decoded)
     if not parameters:
         raise ValueError(f"{source.path}: got no states; was it saved before the first step?")
     groups = source.groups()
@@ -118,19 +101,11 @@ def read(source: Source, staging: Staging, decoded: bool) -> Contents:
         states = ", ".join(f"{one.name} of {name}" for one, name in found.items())
         raise ValueError(f"{source.path}: got states of several algorithms: {states}")
     _check_groups(source, parameters, groups)
-    kind = source.facts().kind
-    return Contents(
-        parameters,
-        groups,
-        kind != "plain" or _are_named(groups),
-        _model(source, parameters, staging),
-        source.tied(),
-        source.run(),
-        source.scaling(),
-    )
+    is_named = source.facts().kind != "plain" or _are_named(groups)
+    return Contents(source, parameters, groups, is_named, _model(source, parameters, empty))
 
 
-def _tell_muons(parameters: dict[str, Parameter], groups: list[dict]) -> None:
+def _tell_muons(parameters: dict[str, Fragment], groups: list[dict]) -> None:
     """Mark Muon's moments in fp32, which look like SGD's; its groups have settings of their own."""
     for group in groups:
         if group.get("use_muon", "ns_steps" in group):
@@ -139,16 +114,17 @@ def _tell_muons(parameters: dict[str, Parameter], groups: list[dict]) -> None:
                     parameters[name] = parameters[name].of(MUON)
 
 
-def _check_groups(source: Source, parameters: dict[str, Parameter], groups: list[dict]) -> None:
+def _check_groups(source: Source, parameters: dict[str, Fragment], groups: list[dict]) -> None:
     """Raise ValueError unless every parameter with a state is in exactly one group."""
     counts = Counter(name for group in groups for name in group["params"])
     if twice := [name for name, count in counts.items() if count > 1]:
         raise ValueError(f"{source.path}: got {twice[:3]} in two parameter groups")
     is_zero = source.facts().kind == "zero"
     if strangers := [name for name in parameters if name not in counts]:
-        hint = "; are the files of model states there?" if is_zero else ""
+        hint = "; are the files of model states there, and of one model-parallel rank alone?"
         raise ValueError(
-            f"{source.path}: got states of {strangers[:3]}, which are in no parameter group{hint}"
+            f"{source.path}: got states of {strangers[:3]}, which are in no parameter group"
+            f"{hint * is_zero}"
         )
     # ZeRO has a state for every parameter of its groups.
     if missing := [name for name in counts if is_zero and name not in parameters]:
@@ -166,7 +142,7 @@ def _are_named(groups: list[dict]) -> bool:
     )
 
 
-def _model(source: Source, parameters: dict[str, Parameter], staging: Staging) -> dict[str, Tensor]:
+def _model(source: Source, parameters: dict[str, Fragment], empty: Empty) -> dict[str, Tensor]:
     """Return the model's tensors by name, preferring the weights stored with the moments."""
     tied, found = source.tied(), {}
     readers = source.tensors()
@@ -174,19 +150,16 @@ def _model(source: Source, parameters: dict[str, Parameter], staging: Staging) -
         owner = tied.get(name, name)
         if name in found:
             continue
-        if owner in parameters and parameters[owner].weights is not None:
-            found[name] = parameters[owner].weights
+        if owner in parameters and (weights := parameters[owner].weights) is not None:
+            found[name] = weights.view(parameters[owner].shape)
         elif name in readers:
-            found[name] = staging.copy(readers[name]())
+            values = readers[name]().detach()
+            found[name] = empty(tuple(values.shape), values.dtype).copy_(values)
     return found
 
 
 def weights_of(contents: Contents, name: str) -> Tensor:
-    """Return the weights of a parameter in float32, with their corrections applied, if any.
-
-    Raises:
-        ValueError: if the checkpoint lacks them.
-    """
+    """Return the weights of a parameter in float32, with their corrections applied, if any."""
     parameter = contents.parameters.get(name)
     weights = parameter.corrected_weights() if parameter else None
     weights = contents.model.get(name) if weights is None else weights
@@ -195,9 +168,9 @@ def weights_of(contents: Contents, name: str) -> Tensor:
             f"{name}: got no weights in the checkpoint, expected the model's besides the states of "
             "the optimizer"
         )
-    if parameter and math.prod(weights.shape) != parameter.piece.numel:
+    if parameter and weights.numel() != parameter.piece.numel:
         raise ValueError(
             f"{name}: got weights of shape {tuple(weights.shape)}, its moments have "
-            f"{parameter.piece.shape}"
+            f"{parameter.shape}"
         )
     return weights.to(torch.float32)

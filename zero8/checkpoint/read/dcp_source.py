@@ -1,42 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of `torch.distributed.checkpoint`: chunks of tensors, and a file of metadata.
+"""Folders of `torch.distributed.checkpoint`: chunks of tensors, and a file `.metadata` of places.
+
+torch unpickles that freely.  Here nothing but the classes of such files is made.
 
 Optimizer states are recognized by the keys that torch.distributed.checkpoint.state_dict makes,
 flattened or not: `<prefix>state.<parameter>.<entry>`.  Weights of parameters with states that are
-saved as the parts of torchao's classes are put together (`zero8.checkpoint.read.torchao_weights`).
+saved as the parts of torchao's classes are put together (`zero8.checkpoint.read.torchao`).
 """
 
 import io
 import math
 import os
+import pickle
 import re
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
+from functools import cached_property, partial
+from pathlib import Path, PurePosixPath
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
 
-from zero8.checkpoint.read.dcp_metadata import load_metadata
-from zero8.checkpoint.read.fragment import Fragment
+from zero8.checkpoint.read.fragment import Fragment, fragment_of
 from zero8.checkpoint.read.safe_load import damage_in, load_bytes
-from zero8.checkpoint.read.source import Facts, Key, Source
-from zero8.checkpoint.read.states import fragment_of
-from zero8.checkpoint.read.torchao_weights import PARTS, joined
-from zero8.files.inside import opened
+from zero8.checkpoint.read.source import Facts, Source
+from zero8.checkpoint.read.torchao import PARTS, weight_of
+from zero8.files.inside import opened, opened_at
 from zero8.spec.shown import shown
 from zero8.state.entries import ENTRIES, FIRST_ENTRIES
+
+MAX_KEY_CHARACTERS = 4096
+"""The longest key: to match it takes time quadratic in its length."""
+_DCP = "torch.distributed.checkpoint"
+_CLASSES = {
+    *(
+        f"{_DCP}.metadata.{name}"
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    f"{_DCP}.filesystem._StorageInfo",
+    "torch.Size",
+    "torch.serialization._get_layout",
+    "collections.OrderedDict",
+}
 
 METADATA = ".metadata"
 _MODEL = "model."
 """The prefix of the keys of a model's tensors."""
-_MOMENT = re.compile(rf"(?P<prefix>.*?)state\.(?P<name>.+)\.(?:{'|'.join(FIRST_ENTRIES)})")
+_MOMENT = re.compile(rf".*?state\.(.+)\.(?:{'|'.join(FIRST_ENTRIES)})")
 
 
 class DcpSource(Source):
@@ -49,8 +74,7 @@ class DcpSource(Source):
         with damage_in(folder / METADATA):
             self._entries, self._places = metadata.state_dict_metadata, metadata.storage_data
             found = [match for key in self._entries if (match := _MOMENT.fullmatch(key))]
-            self._prefixes = {match["name"]: f"{match['prefix']}state." for match in found}
-            self._moments = {match["name"]: match[0] for match in found}
+            self._moments = {match[1]: match[0] for match in found}
             self._files = {name: self._file_of(key) for name, key in self._moments.items()}
 
     def facts(self) -> Facts:
@@ -64,18 +88,17 @@ class DcpSource(Source):
         keys, places = set(self._moments.values()), self._places.items()
         return sorted({self.path / info.relative_path for at, info in places if at.fqn in keys})
 
-    def keys(self) -> list[Key]:
+    def names(self) -> list[str]:
         """See `Source`."""
-        return [("", name) for name in self._moments]
+        return list(self._moments)
 
-    def fragments(self, key: Key) -> list[Fragment]:
+    def fragments(self, name: str) -> list[Fragment]:
         """See `Source`."""
-        _, name = key
-        prefix = f"{self._prefixes[name]}{name}."
+        prefix = f"{self._moments[name].rpartition('.')[0]}."
         with damage_in(self._files[name]):
             there = [entry for entry in sorted(ENTRIES) if prefix + entry in self._entries]
             state = {entry: self._value(prefix + entry) for entry in there}
-            weights = self._weights(name) if self._has_weights(name) else None
+            weights = self._weights(name) if name in self._model else None
             return [fragment_of(self._files[name], name, state, weights)]
 
     def groups(self) -> list[dict]:
@@ -101,32 +124,29 @@ class DcpSource(Source):
 
     def tensors(self) -> dict[str, Callable[[], Tensor]]:
         """See `Source`."""
-        parts = {key for name in self._prefixes for key in self._parts_of(name).values()}
-        known = [name for name in self._prefixes if self._has_weights(name)]
-        others = [
-            key.removeprefix(_MODEL)
-            for key, entry in self._entries.items()
-            if isinstance(entry, TensorStorageMetadata)
-            and key.startswith(_MODEL)
-            and key not in parts
-        ]
-        return {name: partial(self._weights, name) for name in dict.fromkeys([*others, *known])}
+        return {name: partial(self._weights, name) for name in self._model}
 
-    def _has_weights(self, name: str) -> bool:
-        return _MODEL + name in self._entries or bool(self._parts_of(name))
+    @cached_property
+    def _model(self) -> dict[str, dict[str, str]]:
+        """By name, the keys of a tensor of the model, by its parts; that of a plain one is ""."""
+        found: dict[str, dict[str, str]] = {}
+        for key, entry in self._entries.items():
+            if not isinstance(entry, TensorStorageMetadata) or not key.startswith(_MODEL):
+                continue
+            name, part = key.removeprefix(_MODEL), ""
+            owner, _, end = name.rpartition(".")
+            # Only of parameters with states: others may have such names.
+            if end in PARTS and owner in self._moments and _MODEL + owner not in self._entries:
+                name, part = owner, end
+            found.setdefault(name, {})[part] = key
+        return found
 
     def _weights(self, name: str) -> Tensor:
         """Return the saved values of a parameter, or another tensor of the model."""
-        parts = self._parts_of(name)
-        if not parts:
-            return self._value(_MODEL + name)
-        return joined(name, {part: self._value(key) for part, key in parts.items()})
-
-    def _parts_of(self, name: str) -> dict[str, str]:
-        """Return the keys of the tensors that a weight of torchao's is saved as, if it is one."""
-        keys = {part: f"{_MODEL}{name}.{part}" for part in PARTS}
-        is_one = name in self._prefixes and _MODEL + name not in self._entries
-        return {part: key for part, key in keys.items() if is_one and key in self._entries}
+        keys = self._model[name]
+        if "" in keys:
+            return self._value(keys[""])
+        return weight_of(name, {part: self._value(key) for part, key in keys.items()})
 
     def _value(self, key: str):
         """Return the value of an entry; tensors are joined from their chunks."""
@@ -161,8 +181,9 @@ class DcpSource(Source):
             raise ValueError(f"{shown(index.fqn)}: got a chunk without a place in a file")
         info = self._places[index]
         begin, end = info.offset, info.offset + info.length
+        file = io.BufferedReader(opened(self.path, info.relative_path))
         # Without a buffer, Linux reads 2 GiB at most.
-        with io.BufferedReader(opened(self.path, info.relative_path)) as file:
+        with file, damage_in(self.path / info.relative_path):
             held = os.fstat(file.fileno()).st_size
             if not 0 <= begin <= end <= held:
                 raise ValueError(f"got {held} bytes, expected some from {begin} to {end}")
@@ -178,3 +199,49 @@ class DcpSource(Source):
 
 def _as_number(key: str) -> tuple[int, str]:
     return (int(key) if key.isdigit() else -1), key
+
+
+# --- The metadata -------------------------------------------------------------------------------
+
+
+class _Unpickler(pickle._Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        full = f"{module}.{name}"
+        if full == "builtins.getattr":  # by which Python 3.11.0 to 3.11.3 pickle members of enums
+            return lambda owner, member: owner.__members__[member]
+        if (module.partition(".")[0], name) == ("pathlib", "PosixPath"):
+            return PurePosixPath
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if full not in _CLASSES and not is_dtype:
+            raise pickle.UnpicklingError(f"got {shown(full)}, which such files do not hold")
+        return super().find_class(module, name)
+
+    def _build(self) -> None:
+        if callable(self.stack[-2]):
+            raise pickle.UnpicklingError("it sets attributes of a class or function")
+        self.load_build()
+
+    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}
+
+
+def load_metadata(path: Path) -> Metadata:
+    """Return the contents of a file `.metadata`, whose places are in files beside it."""
+    with io.BufferedReader(opened_at(path, path.parent)) as file, damage_in(path):
+        found = _Unpickler(file).load()
+        if not isinstance(found, Metadata):
+            raise ValueError(f"not metadata of {_DCP}: got {shown(found)}")
+        for key in found.state_dict_metadata:
+            if not isinstance(key, str) or len(key) > MAX_KEY_CHARACTERS:
+                raise ValueError(
+                    f"got {shown(key)}, expected a key of {MAX_KEY_CHARACTERS} at most"
+                )
+        for info in found.storage_data.values():
+            name = info.relative_path
+            if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+                raise ValueError(f"got a file {shown(name)}, expected a name in the same folder")
+            if getattr(info, "transform_descriptors", None):
+                raise ValueError(
+                    f"{name}: got a tensor that is compressed or encrypted, which zero8 does not "
+                    "read"
+                )
+        return found

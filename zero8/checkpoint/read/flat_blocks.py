@@ -32,13 +32,7 @@ def imported(
 ) -> dict:
     """Return Adam's state of a parameter: verbatim if the blocks coincide, else in float32.
 
-    Args:
-        index: of the parameter.
-        step: the number of steps.
-        codec: the codec of the codes.
-        block_size: elements of a block.
-        moments: by name, codes shaped as the parameter, a uint8 each, and the scales of blocks,
-            float32.
+    Moments are codes shaped as the parameter, a uint8 each, and float32 scales of blocks.
     """
     shape = tuple(moments[ADAM.moment_names[0]][0].shape)
     if not coincide(shape, block_size):
@@ -59,9 +53,13 @@ def imported(
 
 
 def options_of(group: dict) -> dict:
-    """Return the entries of a parameter group that the libraries' AdamW shares with zero8's."""
-    keys = ("params", "lr", "betas", "eps", "weight_decay")
-    return {key: group[key] for key in keys if key in group}
+    """Return the entries of a parameter group that the libraries' AdamW shares with zero8's.
+
+    torchao keeps the learning rate in a tensor.
+    """
+    keys = ("params", "param_names", "lr", "betas", "eps", "weight_decay")
+    found = {key: group[key] for key in keys if key in group}
+    return {k: v.item() if isinstance(v, Tensor) else v for k, v in found.items()}
 
 
 def _decoded(codec: Codec, name: str, block_size: int, codes: Tensor, scales: Tensor) -> Tensor:

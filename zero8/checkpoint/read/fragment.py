@@ -1,15 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fragment: the part of a parameter's state in one file of a checkpoint."""
+"""A fragment: a run of elements of a parameter with their state.
+
+All readers give fragments, one for what a file holds of a parameter; `zero8.checkpoint.read.joined`
+makes one of the whole parameter from them, which all writers take.
+"""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from zero8.spec.algorithm import Algorithm
-from zero8.spec.algorithms import algorithm_called
+from zero8.spec.algorithms import ALGORITHMS, algorithm_called, algorithm_of_fp32
+from zero8.spec.buffers import check_entry
+from zero8.spec.codec import CODECS, DEFAULT_CODEC
+from zero8.spec.corrections import wide_weights
+from zero8.spec.dither import identity_of
+from zero8.spec.shown import shown_keys
+from zero8.state import narrow
+from zero8.state.entries import FIRST_ENTRIES, bits_at, is_of_fp32
+from zero8.state.extent import Extent
+from zero8.state.header import StateHeader
+from zero8.state.memory import checked_memory
+from zero8.state.plain import PlainState, checked_step
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
+from zero8.state.target import Target
 
 
 @dataclass(frozen=True)
@@ -17,9 +34,7 @@ class Fragment:
     """A run of elements of a parameter with their moments.
 
     Attributes:
-        part: the model-parallel part, whose parameters share their names with other parts'; ""
-            without model parallelism.
-        name: the parameter's name.
+        name: the parameter's name, after its part of a model-parallel model and a slash, if any.
         file: its file.
         step: steps taken.
         memory: the algorithm's memory (`zero8.state.memory`), by name.
@@ -27,10 +42,9 @@ class Fragment:
         weights: (numel,) master weights, None if they are stored elsewhere.
         correction: (numel,) int8, the corrections of bfloat16 weights, if any.
         is_of_fp32: whether it is of an fp32 optimizer, without blocks and codes.
-        blocks_joined: number of blocks that its reader has encoded anew, as ranks had cut them.
+        blocks_joined: number of blocks that were encoded anew, as ranks had cut them.
     """
 
-    part: str
     name: str
     file: Path
     step: int
@@ -40,11 +54,6 @@ class Fragment:
     correction: Tensor | None = None
     is_of_fp32: bool = False
     blocks_joined: int = 0
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """The parameter's part and name."""
-        return self.part, self.name
 
     @property
     def piece(self) -> Piece:
@@ -57,6 +66,41 @@ class Fragment:
         """The algorithm of the moments."""
         return algorithm_called(self.stores[0].rule.algorithm)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+        return self.piece.shape
+
+    def of(self, algorithm: Algorithm) -> "Fragment":
+        """Return the same with moments of another algorithm, which have the same names."""
+        pairs = zip(self.stores, algorithm.moments, strict=True)
+        return replace(self, stores=tuple(replace(store, rule=rule) for store, rule in pairs))
+
+    def entries(self) -> dict:
+        """Return the whole state's entries for our optimizer, or for the fp32 one that it is of."""
+        if self.is_of_fp32:
+            return self.in_float32()
+        extent = Extent.whole(self.shape)
+        numbers = {"step": self.step, **self.memory}
+        target = Target(self.algorithm, self.stores[0].codec, self.piece, extent)
+        saved = PlainState(target.entries_of(self.stores, numbers), extent).saved()
+        if self.correction is None:
+            return saved
+        return saved | {"param_correction": self.correction.view(self.shape)}
+
+    def in_float32(self) -> dict:
+        """Return the whole state's entries for the fp32 optimizer, of moments that are decoded."""
+        moments = {store.name: store.dense.view(self.shape) for store in self.stores}
+        return {"step": torch.tensor(float(self.step)), **moments}
+
+    def corrected_weights(self) -> Tensor | None:
+        """Return the whole weights; with corrections, as float32 of 24 significant bits."""
+        if self.weights is None:
+            return None
+        if self.correction is None:
+            return self.weights.view(self.shape)
+        return wide_weights(self.weights, self.correction).view(self.shape)
+
 
 def of_piece(store: MomentStore, number: int) -> MomentStore:
     """Return the part of a store that belongs to one piece, as views."""
@@ -67,3 +111,52 @@ def of_piece(store: MomentStore, number: int) -> MomentStore:
     else:
         buffers = store.codes[:0], store.scales[:0], moment.values
     return MomentStore(store.codec, store.rule, table, *buffers)
+
+
+def fragment_of(file: Path, name: str, entries: dict, weights: Tensor | None) -> Fragment:
+    """Return the fragment of a whole state, of `zero8.state.plain` or of an fp32 optimizer.
+
+    Raises ValueError, naming the file, if the entries are inconsistent.
+    """
+    try:
+        extent, of_fp32 = Extent.whole(_shape_of(entries, name)), is_of_fp32(entries)
+        if of_fp32:
+            piece = Piece(0, extent.numel, 0, extent.shape, identity_of(name), 0, name)
+            codec = CODECS[DEFAULT_CODEC]  # which encodes nothing in a piece without blocks
+            entries = Target(algorithm_of_fp32(entries), codec, piece, extent).from_fp32(entries)
+        stores = PlainState.local(entries, extent, name).stores(name)
+        memory = checked_memory(StateHeader.of(entries, name).algorithm, entries)
+        step = checked_step(entries)
+        correction = entries.get("param_correction")
+        if correction is not None:
+            correction = check_entry("param_correction", correction, extent.numel, [torch.int8])
+            correction = correction.reshape(-1)
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{file}: {error}") from error
+    if weights is not None:
+        weights = weights.reshape(-1) if weights.numel() == extent.numel else None
+    joined = _blocks_joined(entries, extent, stores)
+    return Fragment(name, file, step, memory, tuple(stores), weights, correction, of_fp32, joined)
+
+
+def _blocks_joined(entries: dict, extent: Extent, stores: list[MomentStore]) -> int:
+    """Return how many blocks of narrow rows were cut, and encoded anew by `PlainState.local`."""
+    (piece,) = stores[0].table.pieces
+    joined = set[int]()
+    for store in stores:
+        scales = entries.get(f"{store.name}_scale")
+        if narrow.has_scales_of_rows(piece, extent, scales):
+            joined.update(narrow.cut_groups(scales, extent, piece.block_size).tolist())
+    return len(joined)
+
+
+def _shape_of(state: dict, name: str) -> tuple[int, ...]:
+    for key in FIRST_ENTRIES:
+        if isinstance(state.get(key), Tensor):
+            has_shape = bits_at(key) in (None, 8)
+            return tuple(state[key].shape) if has_shape else StateHeader.of(state, name).shape
+    fp32 = ", ".join(one.fp32_name for one in ALGORITHMS)
+    raise ValueError(
+        f"state of {name}: got entries {shown_keys(state)}, expected those of an optimizer of "
+        f"zero8, or of {fp32}"
+    )

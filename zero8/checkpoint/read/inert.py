@@ -66,9 +66,6 @@ def settled(found: object) -> object:
     """Return what torch's reader has read, with `Inert` for subclasses of Tensor but Parameter.
 
     Dicts and lists are changed in place.
-
-    Raises:
-        RecursionError: if objects are nested too deeply.
     """
     return _settled(found, {})
 

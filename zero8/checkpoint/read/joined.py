@@ -1,28 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joins the fragments of a parameter into its whole state, in 8 bits or decoded.
+"""Joins the fragments of a parameter into the whole one, in 8 bits or decoded.
 
-Codes and scales are joined block by block: `zero8.checkpoint.read.joined_blocks`.
+A block within one fragment keeps its codes and scales.  A block that a shard boundary cuts has
+scales on each side.  If these differ, it is decoded and encoded as one, to nearest, so that the
+moment changes by at most half a code (`zero8.spec.codec`).
 """
 
 import math
+import os
+import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from zero8.checkpoint.read.fragment import Fragment
-from zero8.checkpoint.read.joined_blocks import Blocks
-from zero8.spec.algorithm import Algorithm
-from zero8.spec.corrections import wide_weights
 from zero8.state.extent import Extent
-from zero8.state.plain import PlainState
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
-from zero8.state.target import Target
 
 Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Returns an uninitialized tensor of a shape."""
+SMALL_BYTES = 1 << 20
+"""Smaller tensors are in memory."""
 
 
 def in_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -30,59 +32,23 @@ def in_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="cpu")
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """A whole parameter with its moments.
+def mapped_tensor(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return an uninitialized tensor in a mapped temporary file on the file system of a folder.
 
-    Attributes:
-        piece: the whole parameter as a piece.
-        step: steps taken.
-        memory: the algorithm's memory, by name.
-        is_of_fp32: whether the moments are of an fp32 optimizer, and were never encoded.
-        algorithm: the algorithm of the moments.
-        stores: the moments.
-        weights: shaped as the parameter, None if unknown.
-        correction: int8, shaped as the parameter: the corrections of bfloat16 weights, if any.
-        blocks_joined: number of blocks re-encoded.
+    The system can write it to the disk if memory is short; the file is freed with the tensor.  Each
+    has its own storage, as `torch.save` writes whole ones.
     """
-
-    piece: Piece
-    step: int
-    memory: dict[str, float]
-    is_of_fp32: bool
-    algorithm: Algorithm
-    stores: tuple[MomentStore, ...]
-    weights: Tensor | None
-    correction: Tensor | None
-    blocks_joined: int
-
-    def of(self, algorithm: Algorithm) -> "Parameter":
-        """Return the same with moments of another algorithm, which have the same names."""
-        pairs = zip(self.stores, algorithm.moments, strict=True)
-        stores = tuple(replace(store, rule=rule) for store, rule in pairs)
-        return replace(self, algorithm=algorithm, stores=stores)
-
-    def entries(self) -> dict:
-        """Return the state's entries in a state dict of our optimizer, or of the fp32 one."""
-        if self.is_of_fp32:
-            return self.in_float32()
-        extent = Extent.whole(self.piece.shape)
-        numbers = {"step": self.step, **self.memory}
-        target = Target(self.algorithm, self.stores[0].codec, self.piece, extent)
-        plain = PlainState(target.entries_of(self.stores, numbers), extent)
-        correction = {} if self.correction is None else {"param_correction": self.correction}
-        return plain.saved() | correction
-
-    def in_float32(self) -> dict:
-        """Return the state's entries for the fp32 optimizer, of moments that are decoded."""
-        moments = {store.name: store.dense.view(self.piece.shape) for store in self.stores}
-        return {"step": torch.tensor(float(self.step)), **moments}
-
-    def corrected_weights(self) -> Tensor | None:
-        """Return the weights; with corrections, as float32 of 24 significant bits."""
-        if self.weights is None or self.correction is None:
-            return self.weights
-        return wide_weights(self.weights, self.correction)
+    numel = math.prod(shape)
+    if numel * dtype.itemsize < SMALL_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    handle, path = tempfile.mkstemp(dir=folder)
+    try:
+        # Otherwise writing to a page on a full disk would kill the process.
+        os.posix_fallocate(handle, 0, numel * dtype.itemsize)
+        return torch.from_file(path, shared=True, size=numel, dtype=dtype).view(shape)
+    finally:
+        os.close(handle)
+        os.unlink(path)
 
 
 def joined(
@@ -91,8 +57,8 @@ def joined(
     *,
     decoded: bool = False,
     with_weights: bool = True,
-) -> Parameter:
-    """Return a parameter, copied from all of its fragments.
+) -> Fragment:
+    """Return a whole parameter, copied from all of its fragments.
 
     Args:
         fragments: at least one.
@@ -100,54 +66,88 @@ def joined(
         decoded: whether the moments are to be float32, each as its fragment decodes it.
         with_weights: whether to read the weights, which may be twice as large as the states.
 
-    Raises:
-        ValueError: naming file and parameter, if an element is missing or there twice, fragments
-            are of different steps or do not match, or their values are damaged.
+    Raises ValueError, naming file and parameter, if an element is missing or there twice, fragments
+    do not match, or their values are damaged.
     """
     first = fragments[0]
     for fragment in fragments:
         _check_is_alike(fragment, first)
     _check_cover(fragments)
-    whole = Extent.whole(first.piece.shape)
+    whole = Extent.whole(first.shape)
     block_size = 0 if decoded else first.piece.block_size
     piece = replace(first.piece, first=0, numel=whole.numel, block_size=block_size)
-    table = whole.table(piece)
-    stores = tuple(_room(store, table, empty) for store in first.stores)
-    blocks = [Blocks(store) for store in stores] if piece.is_quantized else []
-    for fragment in fragments:
-        for at, store in enumerate(fragment.stores if fragment.piece.numel else ()):
-            if blocks:
-                blocks[at].take(store)
-            else:
-                stores[at].dense[_place(fragment)] = store.read(0, fragment.piece.numel)
-    cut = set[int]().union(*(one.finish() for one in blocks))
-    return Parameter(
-        piece,
-        first.step,
-        {name: max(fragment.memory[name] for fragment in fragments) for name in first.memory},
-        first.is_of_fp32,
-        first.algorithm,
-        stores,
-        _values(fragments, [one.weights if with_weights else None for one in fragments], empty),
-        _values(fragments, [fragment.correction for fragment in fragments], empty),
-        len(cut) + first.blocks_joined,
+    stores = tuple(_room(store, whole.table(piece), empty) for store in first.stores)
+    parts = sorted((f for f in fragments if f.piece.numel), key=lambda one: one.piece.first)
+    cut = set[int]()
+    for number, store in enumerate(stores):
+        runs = [part.stores[number] for part in parts]
+        if piece.is_quantized:
+            cut |= _join_blocks(store, runs)
+        else:
+            for part, run in zip(parts, runs, strict=True):
+                store.dense[_place(part.piece)] = run.read(0, part.piece.numel)
+    return replace(
+        first,
+        memory={
+            name: max(fragment.memory[name] for fragment in fragments) for name in first.memory
+        },
+        stores=stores,
+        weights=_values(fragments, "weights", empty) if with_weights else None,
+        correction=_values(fragments, "correction", empty),
+        blocks_joined=len(cut) + first.blocks_joined,
     )
 
 
-def _place(fragment: Fragment) -> slice:
-    return slice(fragment.piece.first, fragment.piece.first + fragment.piece.numel)
+def _place(piece: Piece) -> slice:
+    return slice(piece.first, piece.first + piece.numel)
 
 
-def _values(fragments: list[Fragment], parts: list[Tensor | None], empty: Empty) -> Tensor | None:
+def _join_blocks(whole: MomentStore, runs: list[MomentStore]) -> set[int]:
+    """Copy the codes and scales of all runs, in order; return the blocks that are encoded anew."""
+    cut: dict[int, list[MomentStore]] = {}
+    for run in runs:
+        (piece,), moment = run.table.pieces, run.piece(0)
+        assert moment.scales is not None, "a moment in blocks has scales"
+        codes = whole.codes[whole.bytes_of(0, piece.first, piece.first + piece.numel)]
+        if whole.code.bits == 8:
+            codes.copy_(moment.values)
+        else:  # two runs may each have one half of a byte
+            codes |= moment.values
+        first = piece.grid.block_of(piece.first)
+        whole.scales[first : first + piece.num_blocks] = moment.scales
+        for block in {first, first + piece.num_blocks - 1}:
+            cut.setdefault(block, []).append(run)
+    return {block for block, parts in cut.items() if _encode_anew(whole, block, parts)}
+
+
+def _encode_anew(whole: MomentStore, block: int, parts: list[MomentStore]) -> bool:
+    """Encode a block from its parts if their scales differ; return whether they do."""
+    (piece,), scales, values = whole.table.pieces, [], []
+    for part in parts:
+        (run,), moment = part.table.pieces, part.piece(0)
+        scales.append(moment.scales[block - run.grid.block_of(run.first)])
+    if all(torch.equal(scale, scales[0]) for scale in scales):
+        return False
+    row, in_row = divmod(block, piece.grid.blocks_per_row)
+    begin = row * piece.grid.row_length + in_row * piece.grid.block_size
+    end = min(begin + piece.grid.block_size, (row + 1) * piece.grid.row_length)
+    for part in parts:
+        (run,) = part.table.pieces
+        first, last = max(begin, run.first), min(end, run.first + run.numel)
+        values.append(part.read(first - run.first, last - first))
+    whole.write(begin, torch.cat(values))
+    return True
+
+
+def _values(fragments: list[Fragment], name: str, empty: Empty) -> Tensor | None:
     """Return values that fragments have one of per element, None if one of them has none."""
-    there = [part for part in parts if part is not None]
-    if len(there) < len(parts):
+    parts = [(fragment.piece, getattr(fragment, name)) for fragment in fragments]
+    if any(part is None for _, part in parts):
         return None
-    shape = fragments[0].piece.shape
-    whole = empty((math.prod(shape),), there[0].dtype)
-    for fragment, part in zip(fragments, there, strict=True):
-        whole[_place(fragment)] = part
-    return whole.view(shape)
+    whole = empty((math.prod(fragments[0].shape),), parts[0][1].dtype)
+    for piece, part in parts:
+        whole[_place(piece)] = part
+    return whole
 
 
 def _check_is_alike(fragment: Fragment, first: Fragment) -> None:
@@ -180,21 +180,21 @@ def _facts(fragment: Fragment) -> dict:
 
 def _check_cover(fragments: list[Fragment]) -> None:
     """Raise ValueError unless fragments have every element of a parameter once, at one step."""
-    name, problems = "/".join(filter(None, fragments[0].key)), []
+    first, problems = fragments[0], []
     steps = {fragment.step: fragment.file for fragment in fragments}
     if len(steps) > 1:
         places = ", ".join(f"{step} in {file.name}" for step, file in sorted(steps.items()))
         problems.append(f"its parts have taken different numbers of steps: {places}")
     runs = [(one.piece.first, one.piece.numel, one.file) for one in fragments]
-    numel, end = math.prod(fragments[0].piece.shape), 0
-    for first, length, file in [*sorted(runs), (numel, 1, None)]:
-        if length and first != end:
-            what = "are in no file" if first > end else f"are in {file.name} again"
-            begin, stop = sorted((first, end))
-            problems.append(f"elements {begin} to {stop - 1} {what}")
-        end = max(end, first + length)
+    numel, end = math.prod(first.shape), 0
+    for begin, length, file in [*sorted(runs), (numel, 1, None)]:
+        if length and begin != end:
+            what = "are in no file" if begin > end else f"are in {file.name} again"
+            low, high = sorted((begin, end))
+            problems.append(f"elements {low} to {high - 1} {what}")
+        end = max(end, begin + length)
     if problems:
-        raise ValueError(f"{fragments[0].file.parent}: {name}: {'; '.join(problems)}")
+        raise ValueError(f"{first.file.parent}: {first.name}: {'; '.join(problems)}")
 
 
 def _room(like: MomentStore, table: PieceTable, empty: Empty) -> MomentStore:

@@ -13,16 +13,7 @@ from zero8.spec.shown import shown
 
 
 def open_checkpoint(path: Path) -> Source:
-    """Return the checkpoint at a path.
-
-    Args:
-        path: a file of `torch.save`, a folder of `torch.distributed.checkpoint`, the folder of a
-            DeepSpeed tag, or a folder of tags with a file `latest`.
-
-    Raises:
-        ValueError: if it is none of these.
-        OSError: if it cannot be read.
-    """
+    """Return the checkpoint at a path: of a file, its folder, its tag, or a folder of tags."""
     if path.is_file():
         return PlainSource(path)
     if not path.is_dir():

@@ -12,12 +12,10 @@ from pathlib import Path
 from torch import Tensor
 
 from zero8.checkpoint.read.bitsandbytes import from_bitsandbytes, is_of_bitsandbytes
-from zero8.checkpoint.read.fragment import Fragment
+from zero8.checkpoint.read.fragment import Fragment, fragment_of
 from zero8.checkpoint.read.safe_load import damage_in, load
-from zero8.checkpoint.read.source import Facts, Key, Source
-from zero8.checkpoint.read.states import fragment_of
-from zero8.checkpoint.read.torchao import from_torchao, is_of_torchao
-from zero8.checkpoint.read.torchao_weights import is_weight, values_of
+from zero8.checkpoint.read.source import Facts, Source
+from zero8.checkpoint.read.torchao import from_torchao, is_of_torchao, is_weight, values_of
 from zero8.spec.shown import shown
 
 LIBRARIES: dict[str, tuple[Callable[[object], bool], Callable[[dict], dict]]] = {
@@ -39,20 +37,15 @@ class PlainSource(Source):
         return Facts("plain", 1)
 
     def files(self) -> list[Path]:
-        """See `Source`."""
-        return [self.path]
-
-    def sizes_bytes(self) -> dict[Path, int]:
         """See `Source`; the path may be a link, as the caller gives it."""
-        return {self.path: self.path.stat().st_size}
+        return [self.path.resolve()]
 
-    def keys(self) -> list[Key]:
+    def names(self) -> list[str]:
         """See `Source`."""
-        return [("", name) for name in self._states]
+        return list(self._states)
 
-    def fragments(self, key: Key) -> list[Fragment]:
+    def fragments(self, name: str) -> list[Fragment]:
         """See `Source`."""
-        _, name = key
         read = self._weights.get(name)
         with damage_in(self.path):
             return [fragment_of(self.path, name, self._states[name], read() if read else None)]
@@ -97,7 +90,7 @@ class PlainSource(Source):
         for library, (is_of_it, convert) in LIBRARIES.items():
             if any(map(is_of_it, found[0]["state"].values())):
                 try:
-                    return _with_names(convert(found[0]), found[0])
+                    return convert(found[0])
                 except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
                     raise ValueError(f"{self.path}: states of {library}: {error!r}") from error
         return found[0]
@@ -124,17 +117,6 @@ class PlainSource(Source):
         model = model if isinstance(model, dict) else {}
         weights = {name: saved for name, saved in model.items() if is_weight(saved)}
         return {name: partial(values_of, name, saved) for name, saved in weights.items()}
-
-
-def _with_names(state_dict: dict, like: dict) -> dict:
-    """Return a state dict with the parameter names of another one's groups."""
-    pairs = zip(state_dict["param_groups"], like["param_groups"], strict=True)
-    named = [{**ours, **_only(theirs, "param_names")} for ours, theirs in pairs]
-    return {**state_dict, "param_groups": named}
-
-
-def _only(group: dict, key: str) -> dict:
-    return {key: group[key]} if key in group else {}
 
 
 def _is_of_optimizer(found: object) -> bool:

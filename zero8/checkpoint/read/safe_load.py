@@ -27,13 +27,7 @@ _TABLE = threading.Lock()
 def load(path: Path, folder: Path | None = None) -> object:
     """Return the object that `torch.save` wrote to a file; tensors are mapped.
 
-    Args:
-        path: the file.
-        folder: a parent of it; links below it are not followed.
-
-    Raises:
-        ValueError: naming the file, if it is damaged, or not such a file.
-        OSError: if it cannot be opened.
+    Links are not followed below `folder`, a parent.  Damage raises ValueError with the file's name.
     """
     with opened_at(path, folder) as file, damage_in(path):
         if not os.fstat(file.fileno()).st_size:

@@ -1,36 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of the readers of checkpoints: a stream of whole parameters with their states."""
+"""The interface of the readers of checkpoints: a stream of parameters with their states.
+
+A damaged file raises ValueError with its name, one that cannot be read OSError.
+"""
 
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 from tqdm import tqdm
 
 from zero8.checkpoint.read.fragment import Fragment
-from zero8.checkpoint.read.joined import Empty, Parameter, in_memory, joined
 
 MOST_THREADS = 8
 """Each may hold a whole parameter in memory."""
-Key = tuple[str, str]
-"""The model-parallel part of a parameter, "" without model parallelism, and its name."""
 Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Facts on a checkpoint as a whole.
-
-    Attributes:
-        kind: "zero", "dcp" or "plain".
-        world_size: number of ranks that wrote it, None if unknown.
-        stage: ZeRO's stage, None without ZeRO.
-    """
+class Facts(NamedTuple):
+    """What wrote a checkpoint: "zero", "dcp" or "plain", its ranks and ZeRO's stage, if known."""
 
     kind: str
     world_size: int | None = None
@@ -51,10 +43,6 @@ class Source(ABC):
     def files(self) -> list[Path]:
         """Return the files that hold states of the optimizer."""
 
-    def sizes_bytes(self) -> dict[Path, int]:
-        """Return the sizes of `files`, 0 for files that cannot be read."""
-        return {file: size_bytes_of_path(file) for file in self.files()}
-
     def damages(self) -> list[str]:
         """Return an error for each file that cannot be read; its fragments are left out."""
         return []
@@ -66,21 +54,12 @@ class Source(ABC):
             raise ValueError("; ".join(damages[:most] + more))
 
     @abstractmethod
-    def keys(self) -> list[Key]:
+    def names(self) -> list[str]:
         """Return the parameters that have states."""
 
     @abstractmethod
-    def fragments(self, key: Key) -> list[Fragment]:
-        """Return the fragments of a parameter; tensors are mapped, or of this parameter.
-
-        Raises:
-            ValueError: naming the file, if it is damaged; values are not checked.
-            OSError: if it cannot be read.
-        """
-
-    def parameter(self, key: Key, empty: Empty = in_memory, **options: bool) -> Parameter:
-        """Return a whole parameter; see `joined` for the options and what is raised."""
-        return joined(self.fragments(key), empty, **options)
+    def fragments(self, name: str) -> list[Fragment]:
+        """Return the fragments of a parameter; tensors are mapped, or of this parameter."""
 
     @abstractmethod
     def groups(self) -> list[dict]:
@@ -106,12 +85,16 @@ class Source(ABC):
         return {}
 
 
-def size_bytes_of_path(path: Path) -> int:
-    """Return the size of a file, 0 if it cannot be read; its reader raises then."""
-    try:
-        return os.lstat(path).st_size
-    except OSError:
-        return 0
+def sizes_bytes(files: list[Path]) -> dict[Path, int]:
+    """Return the sizes of files, 0 for those that cannot be read: their reader raises then."""
+
+    def size(file: Path) -> int:
+        try:
+            return os.lstat(file).st_size
+        except OSError:
+            return 0
+
+    return {file: size(file) for file in files}
 
 
 def in_threads(

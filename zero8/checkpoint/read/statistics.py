@@ -1,95 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts and summarizes the codes of moments."""
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
 
 from zero8.spec.codec import MomentCode, has_zero
 from zero8.spec.fp8 import Fp8Code
 from zero8.spec.log import SignedLogCode
-from zero8.state.store import MomentStore
+from zero8.state.store import CHUNK_NUMEL, MomentStore
+from zero8.state.table import Piece
 
 NUM_CODES = 256
-_CHUNK_NUMEL = 1 << 22
 
 
-@dataclass
-class MomentCounts:
-    """Counts of one moment of a parameter.
+def counts_of(store: MomentStore) -> Tensor:
+    """Return how often each code occurs in a moment of one parameter, (256,) int64."""
+    (piece,), counts = store.table.pieces, torch.zeros(NUM_CODES, dtype=torch.int64)
+    for begin in range(0, piece.numel if piece.is_quantized else 0, CHUNK_NUMEL):
+        codes = store.codes_of(0, begin, min(begin + CHUNK_NUMEL, piece.numel))
+        counts += torch.bincount(codes, minlength=NUM_CODES)
+    return counts
 
-    Attributes:
-        codes: (256,) int64, number of elements with each code.
-        scale_min, scale_max: extremes of the magnitudes of nonzero scales (for v in `log`, of the
-            blocks' largest values).
-        zero_blocks, num_blocks: number of blocks whose scale is 0, and of all blocks.
-        values: number of elements kept in float32.
-        zeros: number of those that are 0, or that have codes without 0 in blocks of zeros.
+
+def saturated(code: MomentCode, counts: Tensor) -> dict[str, float]:
+    """Return the shares of elements with extreme codes.
+
+    Keys: at_top, of codes of the largest magnitude, of which every block has one; at_floor, of
+    those of the smallest magnitude but 0, to which v rounds smaller values up.
     """
+    order = order_of_codes(code)
+    zero = int((order == code.zero_code).nonzero()) if has_zero(code) else -1
+    is_two_sided = code.signed and has_zero(code)
+    top = order[[0, -1]] if is_two_sided else order[[-1]]
+    floor = order[[zero - 1, zero + 1]] if is_two_sided else order[[zero + 1]]
+    total = max(1, int(counts.sum()))
+    return {
+        name: int(counts[c].sum()) / total for name, c in (("at_top", top), ("at_floor", floor))
+    }
 
-    codes: Tensor = field(
-        default_factory=lambda: torch.zeros(NUM_CODES, dtype=torch.int64, device="cpu")
-    )
-    scale_min: float = float("inf")
-    scale_max: float = 0.0
-    zero_blocks: int = 0
-    num_blocks: int = 0
-    values: int = 0
-    zeros: int = 0
 
-    @classmethod
-    def of(cls, store: MomentStore) -> "MomentCounts":
-        """Count one fragment's moment."""
-        counts = cls()
-        counts.values = store.dense.numel()
-        counts.zeros = int((store.dense == 0).sum())
-        for number, piece in enumerate(store.table.pieces):
-            for begin in range(0, piece.numel if piece.is_quantized else 0, _CHUNK_NUMEL):
-                codes = store.codes_of(number, begin, min(begin + _CHUNK_NUMEL, piece.numel))
-                counts.codes += torch.bincount(codes, minlength=NUM_CODES)
-                if not has_zero(store.code):
-                    counts.zeros += _numel_of_zero_blocks(store, number, begin, len(codes))
-        if store.scales.numel():
-            scales = store.scales.view(len(store.scales), -1)[:, 0].abs()
-            used = scales[scales > 0]
-            counts.num_blocks, counts.zero_blocks = len(scales), len(scales) - len(used)
-            if len(used):
-                counts.scale_min, counts.scale_max = float(used.min()), float(used.max())
-        return counts
+def summary(store: MomentStore, counts: Tensor) -> dict:
+    """Return a summary of a moment of one whole parameter.
 
-    def add(self, other: "MomentCounts") -> None:
-        """Add other counts."""
-        self.codes += other.codes
-        self.scale_min = min(self.scale_min, other.scale_min)
-        self.scale_max = max(self.scale_max, other.scale_max)
-        self.zero_blocks += other.zero_blocks
-        self.num_blocks += other.num_blocks
-        self.values += other.values
-        self.zeros += other.zeros
-
-    def summary(self, code: MomentCode | None) -> dict:
-        """Return a summary; `code` is None for float32 moments.
-
-        Keys: zeros (share of elements that decode to 0) and, for codes, codes_used (of codes),
-        at_top (share of elements with the code of largest magnitude; every block has one), at_floor
-        (share with the codes of smallest magnitude but 0; v rounds smaller values up to it),
-        zero_blocks (share), scale_min, scale_max.
-        """
-        if code is None:
-            return {"zeros": self.zeros / max(1, self.values)}
-        total = max(1, int(self.codes.sum()))
-        used, top, floor = _places(code)
-        return {
-            "zeros": (int(self.codes[code.zero_code]) if has_zero(code) else self.zeros) / total,
-            "codes_used": int((self.codes[used] > 0).sum()),
-            "codes": 1 << code.bits,
-            "at_top": int(self.codes[top].sum()) / total,
-            "at_floor": int(self.codes[floor].sum()) / total,
-            "zero_blocks": self.zero_blocks / max(1, self.num_blocks),
-            "scale_min": self.scale_min if self.scale_max else 0.0,
-            "scale_max": self.scale_max,
-        }
+    Keys: zeros (share of elements that decode to 0) and, for codes, codes_used (of codes), those of
+    `saturated`, zero_blocks (share of blocks whose scale is 0), scale_min and scale_max (extremes
+    of the magnitudes of the others; for v in `log`, of the blocks' largest values).
+    """
+    (piece,) = store.table.pieces
+    if not piece.is_quantized:
+        return {"zeros": int((store.dense == 0).sum()) / max(1, piece.numel)}
+    code = store.code
+    scales = store.scales.view(len(store.scales), -1)[:, 0].abs()
+    is_used = scales > 0
+    zeros = int(counts[code.zero_code]) if has_zero(code) else _numel_of(piece, ~is_used)
+    return {
+        "zeros": zeros / max(1, piece.numel),
+        "codes_used": int((counts[order_of_codes(code)] > 0).sum()),
+        "codes": 1 << code.bits,
+        **saturated(code, counts),
+        "zero_blocks": int((~is_used).sum()) / max(1, len(scales)),
+        "scale_min": float(scales[is_used].min()) if is_used.any() else 0.0,
+        "scale_max": float(scales.max()) if len(scales) else 0.0,
+    }
 
 
 def order_of_codes(code: MomentCode) -> Tensor:
@@ -107,20 +79,11 @@ def order_of_codes(code: MomentCode) -> Tensor:
     return codes.to(torch.int64)[code.decode(codes, scale, 1.0).argsort(stable=True)]
 
 
-def _places(code: MomentCode) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the valid codes, those of largest, and those of smallest nonzero magnitude."""
-    order = order_of_codes(code)
-    if not has_zero(code):
-        return order, order[[-1]], order[[0]]
-    zero = int((order == code.zero_code).nonzero())
-    if code.signed:
-        return order, order[[0, -1]], order[[zero - 1, zero + 1]]
-    return order, order[[-1]], order[[zero + 1]]
-
-
-def _numel_of_zero_blocks(store: MomentStore, number: int, begin: int, numel: int) -> int:
-    piece = store.table.pieces[number]
-    first = piece.first + begin
-    block, _ = piece.grid.block_numbers(first, numel)
-    skipped = piece.grid.block_of(first) - piece.grid.block_of(piece.first)
-    return int((store.piece(number).scales[block + skipped] == 0).sum())
+def _numel_of(piece: Piece, blocks: Tensor) -> int:
+    """Return how many elements of a whole parameter are in the blocks of a mask."""
+    grid, size = piece.grid, piece.block_size
+    lengths = torch.full((grid.blocks_per_row,), size)
+    lengths[-1] = grid.row_length - size * (grid.blocks_per_row - 1)
+    beyond = grid.num_rows * grid.row_length - piece.numel  # of the last group of narrow rows
+    numel = int((blocks.view(-1, grid.blocks_per_row) * lengths).sum())
+    return numel - beyond * bool(blocks[-1])

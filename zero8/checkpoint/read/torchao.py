@@ -6,7 +6,14 @@ of the flattened parameter.  The maps of 8 bits are those of `dynamic`, the code
 `fp8`, the maps of 4 bits those of `linear4`, whose codes count from another entry.  Where the
 blocks are zero8's (`zero8.checkpoint.read.flat_blocks`), import keeps codes and scales; otherwise
 moments are decoded to float32, and quantized by the optimizer that loads them.
+
+Weights of torchao's classes (`zero8.state.weights`) are read by the tensors that they are made of.
+A file of `torch.save` has them in an object of the class.  torch.distributed.checkpoint cannot save
+that, so trainings save them there as NAME.part.  INT8 weights are decoded; the others hold a tensor
+with the values.
 """
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -15,8 +22,10 @@ from zero8.checkpoint.read.flat_blocks import imported, is_map_of, options_of
 from zero8.checkpoint.read.inert import Inert
 from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS
+from zero8.spec.int8_rows import SCALE_DTYPES, are_rows, decoded
 from zero8.spec.levels import NearestEntry
 from zero8.spec.shown import shown
+from zero8.state.weights import INSIDE, INT8_ROWS
 
 _CODECS = {
     "OptimState8bit": CODECS["dynamic"],
@@ -34,24 +43,11 @@ def is_of_torchao(state: object) -> bool:
 def from_torchao(state_dict: dict) -> dict:
     """Return a state dict for `Adam8bitBlockwise` with the codec of the states.
 
-    Args:
-        state_dict: of `torchao.optim.AdamW8bit`, `AdamWFp8` or `AdamW4bit`, read by
-            `zero8.checkpoint.read.safe_load`.
-
-    Raises:
-        ValueError: if the moments have other classes, maps or sizes.
+    It is one of `torchao.optim.AdamW8bit`, `AdamWFp8` or `AdamW4bit`, read by
+    `zero8.checkpoint.read.safe_load`.  Raises ValueError if classes, maps or sizes are others.
     """
     states = {index: _imported(index, state) for index, state in state_dict["state"].items()}
-    groups = [
-        {key: _number(value) for key, value in options_of(group).items()}
-        for group in state_dict["param_groups"]
-    ]
-    return {"state": states, "param_groups": groups}
-
-
-def _number(value: object) -> object:
-    # torchao keeps the learning rate in a tensor.
-    return value.item() if isinstance(value, Tensor) else value
+    return {"state": states, "param_groups": [*map(options_of, state_dict["param_groups"])]}
 
 
 def _class_of(moment: object) -> str:
@@ -110,3 +106,47 @@ def _bytes_of(name: str, codes: Tensor, shape: object) -> Tensor:
     if not isinstance(shape, torch.Size) or codes.ndim != 1 or shape.numel() != 2 * codes.numel():
         raise ValueError(f"{name}: got {codes.numel()} bytes of codes of shape {shown(shape)}")
     return torch.stack([codes >> 4, codes & 15], 1).view(shape)
+
+
+# --- Weights --------------------------------------------------------------------------------------
+
+CODES, SCALES = "int_data", "scale"
+PARTS = (CODES, SCALES, *dict.fromkeys(INSIDE.values()))
+"""The names of the tensors."""
+
+
+def is_weight(saved: object) -> bool:
+    """Return whether a value in a file of `torch.save` is a weight that `values_of` reads."""
+    if not isinstance(saved, Inert) or not saved.name.startswith("torchao."):
+        return isinstance(saved, Tensor)
+    return saved.name.rpartition(".")[2] in (INT8_ROWS, *INSIDE)
+
+
+def values_of(name: object, saved: Tensor | Inert) -> Tensor:
+    """Return the values of a weight in a file of `torch.save`."""
+    if isinstance(saved, Tensor):
+        return saved
+    return weight_of(name, saved.state if isinstance(saved.state, dict) else {})
+
+
+def weight_of(name: object, parts: Mapping[str, object]) -> Tensor:
+    """Return the values of a weight from its tensors, by their names in `PARTS`."""
+    if CODES not in parts and SCALES not in parts:
+        values = next((parts[part] for part in PARTS if part in parts), None)
+        if not isinstance(values, Tensor):
+            raise ValueError(f"{shown(name)}: got a weight of torchao's without its tensors")
+        return values
+    codes, scales = parts.get(CODES), parts.get(SCALES)
+    if isinstance(codes, Tensor) and isinstance(scales, Tensor):
+        if are_rows((codes.shape, codes.dtype), (scales.shape, scales.dtype)):
+            return decoded(codes, scales)
+    raise ValueError(
+        f"{shown(name)}: got int_data {_described(codes)} and scale {_described(scales)}, expected "
+        f"int8 of 2 dimensions and one scale per row in one of {list(SCALE_DTYPES)}; save both as "
+        "they are in torchao's weight"
+    )
+
+
+def _described(part: object) -> str:
+    is_tensor = isinstance(part, Tensor)
+    return f"of shape {tuple(part.shape)}, {part.dtype}" if is_tensor else f"{shown(part)}"

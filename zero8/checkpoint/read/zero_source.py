@@ -12,15 +12,16 @@ from torch import Tensor
 from zero8.checkpoint.read.fragment import Fragment, of_piece
 from zero8.checkpoint.read.inert import Inert
 from zero8.checkpoint.read.safe_load import damage_in, load
-from zero8.checkpoint.read.source import Facts, Key, Source, in_threads
+from zero8.checkpoint.read.source import Facts, Source, in_threads
 from zero8.deepspeed import swap_file
-from zero8.deepspeed.moment_tensor import MomentTensor, moments_in, with_moments
+from zero8.deepspeed.moment_tensor import moments_in, with_moments
 from zero8.files.inside import paths_of
 from zero8.spec.algorithms import algorithm_called
 from zero8.spec.buffers import check_entry
 from zero8.spec.shown import shown_keys
 from zero8.state.memory import checked_memory
 from zero8.state.plain import checked_step
+from zero8.state.store import MomentStore
 from zero8.state.table import PieceTable
 
 STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -73,38 +74,39 @@ class ZeroSource(Source):
         """See `Source`."""
         return self._read[1]
 
-    def keys(self) -> list[Key]:
+    def names(self) -> list[str]:
         """See `Source`."""
         return list(self._read[0])
 
-    def fragments(self, key: Key) -> list[Fragment]:
+    def fragments(self, name: str) -> list[Fragment]:
         """See `Source`."""
-        return self._read[0][key]
+        return self._read[0][name]
 
     @cached_property
-    def _read(self) -> tuple[dict[Key, list[Fragment]], list[str]]:
+    def _read(self) -> tuple[dict[str, list[Fragment]], list[str]]:
         """The fragments of all files, by parameter, and the errors of those that are damaged."""
 
-        def fragments_of(file: Path) -> tuple[list[Fragment], list[str]]:
-            found, wrong = [], []
+        def fragments_of(file: Path) -> list[Fragment] | str:
             try:
-                found += self._fragments_in(file)
+                return list(self._fragments_in(file))
             except (ValueError, OSError) as error:
-                wrong.append(str(error) if str(file) in str(error) else f"{file}: {error}")
-            return found, wrong
+                return str(error) if str(file) in str(error) else f"{file}: {error}"
 
-        fragments: dict[Key, list[Fragment]] = {}
+        fragments: dict[str, list[Fragment]] = {}
         damages = []
-        for _, (found, wrong) in in_threads("read", self.files(), fragments_of):
-            damages += wrong
+        for _, found in in_threads("read", self.files(), fragments_of):
+            if isinstance(found, str):
+                damages.append(found)
+                continue
             for fragment in found:
-                fragments.setdefault(fragment.key, []).append(fragment)
+                fragments.setdefault(fragment.name, []).append(fragment)
         return fragments, damages
 
     def _fragments_in(self, file: Path) -> Iterator[Fragment]:
         """Yield the fragments of a file."""
         if not STATES.fullmatch(file.name):
-            yield from self._swapped(file)
+            if found := swap_file.read_whole(str(file), self.path):
+                yield from _of_partition(file, found[0], None)
             return
         zero = self._zero(file)
         with damage_in(file):
@@ -112,12 +114,7 @@ class ZeroSource(Source):
             states = _first(zero, _STATES, file)["state"]
             pairs = [(states[n], w) for n, w in enumerate(all_weights) if states.get(n)]
         for state, weights in pairs:
-            yield from _of_partition(file, _part(file), state, weights)
-
-    def _swapped(self, file: Path) -> Iterator[Fragment]:
-        found = swap_file.read_whole(str(file), self.path)
-        if found is not None:
-            yield from _of_partition(file, "", found[0], None)
+            yield from _of_partition(file, state, weights)
 
     def groups(self) -> list[dict]:
         """See `Source`; names are in the order of the model."""
@@ -181,7 +178,7 @@ class ZeroSource(Source):
     def _frozen_shapes(self) -> dict:
         return self._model.get("frozen_param_shapes") or {}
 
-    @cached_property
+    @property
     def _model(self) -> dict:
         """The model states saved by the first rank; {} if there are none."""
         found = self._models[0] if self._models else {}
@@ -189,13 +186,10 @@ class ZeroSource(Source):
 
     @cached_property
     def _models(self) -> list:
-        return [load(file, self.path) for file in self._model_files]
-
-    @cached_property
-    def _model_files(self) -> list[Path]:
-        """The files of model states: one per rank in stage 3, else one."""
-        files = (path for path in self.path.iterdir() if _MODEL_STATES.fullmatch(path.name))
-        return sorted(files, key=_number)
+        """The model states: of each rank in stage 3, else one."""
+        found = {path: _MODEL_STATES.fullmatch(path.name) for path in self.path.iterdir()}
+        files = {path: int(match[1] or 0) for path, match in found.items() if match}
+        return [load(file, self.path) for file in sorted(files, key=files.__getitem__)]
 
     @cached_property
     def _settings(self) -> dict:
@@ -211,25 +205,24 @@ class ZeroSource(Source):
         return zero
 
 
-def _of_partition(file: Path, part: str, state: dict, weights: object) -> Iterator[Fragment]:
+def _of_partition(file: Path, state: dict, weights: object) -> Iterator[Fragment]:
     """Yield the fragments of a partition, one per piece of its segment table."""
     with damage_in(file):
         state = with_moments(state)
-        moments = _moments(file, state)
-        stores = [moment.store for moment in moments]
+        stores = _stores(state)
         step = checked_step(state)
         memory = checked_memory(algorithm_called(stores[0].rule.algorithm), state)
-    table = stores[0].table
-    weights = _checked_weights(file, weights, table)
-    correction = state.get("param_correction")
-    if correction is not None:
-        with damage_in(file):
+        table = stores[0].table
+        weights = _checked_weights(weights, table)
+        correction = state.get("param_correction")
+        if correction is not None:
             check_entry("param_correction", correction, table.numel, [torch.int8])
+    model, _ = _ranks(file) if STATES.fullmatch(file.name) else (0, 0)
+    part = f"mp_rank_{model:02d}/" if model else ""
     for number, piece in enumerate(table.pieces):
         here = slice(piece.start, piece.start + piece.numel)
         yield Fragment(
-            part,
-            piece.name,
+            part + piece.name,
             file,
             step,
             memory,
@@ -239,15 +232,15 @@ def _of_partition(file: Path, part: str, state: dict, weights: object) -> Iterat
         )
 
 
-def _checked_weights(file: Path, weights: object, table: PieceTable) -> Tensor | None:
+def _checked_weights(weights: object, table: PieceTable) -> Tensor | None:
     """Return the master weights of a partition, with or without its padding; None if absent."""
     if not isinstance(weights, Tensor) or weights.numel() == 0:
         return None  # swapped out
     end = max((piece.start + piece.numel for piece in table.pieces), default=0)
     if not end <= weights.numel() <= table.numel:
         raise ValueError(
-            f"{file}: got {weights.numel()} master weights, expected {table.numel}, or {end} "
-            "without padding"
+            f"got {weights.numel()} master weights, expected {table.numel}, or {end} without "
+            "padding"
         )
     return weights.view(-1)
 
@@ -256,31 +249,22 @@ def _itself(values: Tensor) -> Tensor:
     return values
 
 
-def _number(path: Path) -> int:
-    return int(_MODEL_STATES.fullmatch(path.name).group(1) or 0)
-
-
-def _moments(file: Path, state: dict) -> list[MomentTensor]:
-    found = list(moments_in(state).values())
-    if not found:
+def _stores(state: dict) -> list[MomentStore]:
+    """Return the checked moments of a partition, in the order of its algorithm."""
+    moments = moments_in(state)
+    algorithms = {one.store.rule.algorithm for one in moments.values()}
+    rules = algorithm_called(*algorithms).moments if len(algorithms) == 1 else ()
+    if not rules or not moments.keys() >= {rule.name for rule in rules}:
         raise ValueError(
-            f"{file}: got a state with entries {shown_keys(state)}, without 8-bit moments; was it "
-            "saved by another optimizer?"
+            f"got a state with entries {shown_keys(state)}, expected all 8-bit moments of one "
+            "algorithm; was it saved by another optimizer?"
         )
-    algorithm = algorithm_called(found[0].store.rule.algorithm)
-    moments = [state.get(name) for name in algorithm.moment_names]
-    for moment in moments:
-        if not isinstance(moment, MomentTensor):
-            raise ValueError(
-                f"{file}: got a state with entries {shown_keys(state)}, expected 8-bit moments "
-                f"{algorithm.moment_names}"
-            )
-        moment.store.check()
-    stores = [moment.store for moment in moments]
-    alike = all((one.table, one.codec) == (stores[0].table, stores[0].codec) for one in stores)
-    if not alike or [one.rule for one in stores] != list(algorithm.moments):
-        raise ValueError(f"{file}: its moments are of different elements")
-    return moments
+    stores = [moments[rule.name].store for rule in rules]
+    for store, rule in zip(stores, rules, strict=True):
+        store.check()
+        if (store.table, store.codec, store.rule) != (stores[0].table, stores[0].codec, rule):
+            raise ValueError("its moments are of different elements")
+    return stores
 
 
 def _stage(found: object) -> int | None:
@@ -295,11 +279,6 @@ def _stage(found: object) -> int | None:
 def _ranks(path: Path) -> tuple[int, int]:
     data, model = map(int, STATES.fullmatch(path.name).groups())
     return model, data
-
-
-def _part(path: Path) -> str:
-    model, _ = _ranks(path)
-    return f"mp_rank_{model:02d}" if model else ""
 
 
 def _first(found: dict, names: tuple[str, ...], file: Path) -> object:

@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 
 from zero8.checkpoint.read.contents import Contents
-from zero8.spec.algorithm import Algorithm
-from zero8.spec.codec import Codec
+from zero8.spec.codec import CODECS, DEFAULT_CODEC
 from zero8.spec.dither import identity_of
 from zero8.state.extent import Extent
 from zero8.state.plain import PlainState
@@ -22,11 +21,6 @@ def write_dcp(contents: Contents, path: Path) -> None:
 
     `get_state_dict` expects states of all parameters, so parameters that never got a gradient get
     zeros at step 0, which have no effect.
-
-    Raises:
-        ValueError: if the parameters have no names, or some moments are 8-bit and others of an fp32
-            optimizer, which no single optimizer can load.
-        RuntimeError: if torch.distributed.checkpoint fails.
     """
     from torch.distributed import checkpoint
 
@@ -70,36 +64,22 @@ def _check_are_alike(contents: Contents) -> None:
 
 
 def _zeros(contents: Contents, names: list[str]) -> dict[str, dict]:
-    """Return zero states for these parameters, by the policy inferred from the others."""
-    pieces = [p.piece for p in contents.parameters.values()]
-    if all(parameter.is_of_fp32 for parameter in contents.parameters.values()):
+    """Return zero states for these parameters, in the form of the others' states."""
+    shapes = {name: tuple(contents.model[name].shape) for name in names}
+    found = contents.parameters.values()
+    if all(parameter.is_of_fp32 for parameter in found):
         return {
             name: {"step": torch.tensor(0.0)}
-            | {
-                key: torch.zeros_like(contents.model[name])
-                for key in contents.algorithm_of(name).moment_names
-            }
-            for name in names
+            | {key: torch.zeros(shape) for key in contents.algorithm_of(name).moment_names}
+            for name, shape in shapes.items()
         }
-    sizes = [piece.block_size for piece in pieces if piece.is_quantized]
-    codecs = [p.stores[0].codec for p in contents.parameters.values() if p.piece.is_quantized]
-    policy = Policy(block_size=sizes[0]) if sizes else None
-    shapes = {name: tuple(contents.model[name].shape) for name in names}
-    return {
-        name: _zero(contents.algorithm_of(name), name, shape, policy, *codecs[:1])
-        for name, shape in shapes.items()
-    }
-
-
-def _zero(
-    algorithm: Algorithm,
-    name: str,
-    shape: tuple[int, ...],
-    policy: Policy | None,
-    codec: Codec | None = None,
-) -> dict:
-    grid = policy.decide(name, shape).grid if policy else None
-    numel = torch.Size(shape).numel()
-    piece = Piece(0, numel, 0, shape, identity_of(name), grid.block_size if grid else 0, name)
-    extent = Extent.whole(shape)
-    return PlainState(Target(algorithm, codec, piece, extent).new(), extent).saved()
+    like = next((parameter for parameter in found if parameter.piece.is_quantized), None)
+    states = {}
+    for name, shape in shapes.items():
+        grid = Policy(block_size=like.piece.block_size).decide(name, shape).grid if like else None
+        size, extent = grid.block_size if grid else 0, Extent.whole(shape)
+        piece = Piece(0, extent.numel, 0, shape, identity_of(name), size, name)
+        codec = like.stores[0].codec if like else CODECS[DEFAULT_CODEC]
+        target = Target(contents.algorithm_of(name), codec, piece, extent)
+        states[name] = PlainState(target.new(), extent).saved()
+    return states

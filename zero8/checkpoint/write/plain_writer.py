@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zero8.checkpoint.read.bitsandbytes import to_bitsandbytes
 from zero8.checkpoint.read.contents import Contents
-from zero8.files.staging import save
+from zero8.files.atomic import save
 from zero8.spec.algorithm import Algorithm
 
 
@@ -36,11 +36,7 @@ def write_fp32(contents: Contents, path: Path) -> None:
 
 
 def write_bitsandbytes(contents: Contents, path: Path) -> None:
-    """Write a state dict of bitsandbytes' AdamW8bit; needs memory for all codes.
-
-    Raises:
-        ValueError: if some moments are an fp32 optimizer's.
-    """
+    """Write a state dict of bitsandbytes' AdamW8bit; needs memory for all codes."""
     if dense := [name for name, p in contents.parameters.items() if p.is_of_fp32]:
         raise ValueError(
             f"{dense[0]}: got moments of an fp32 Adam, expected 8-bit ones: load the checkpoint "
@@ -59,13 +55,13 @@ def _fp32_group(algorithm: Algorithm, group: dict[str, Any]) -> dict[str, Any]:
 
 def _corrected(contents: Contents) -> dict[str, Tensor]:
     """Return the model with the corrections applied to its weights."""
-    model, owner = dict(contents.model), dict(contents.tied)
+    model, owner = dict(contents.model), dict(contents.source.tied())
     for name, parameter in contents.parameters.items():
         if parameter.weights is None or parameter.correction is None:
             continue
         for other in model.keys() - set(contents.names) - owner.keys():
             # A further name of the parameter, if the checkpoint does not list shared parameters.
-            if torch.equal(model[other], parameter.weights):
+            if torch.equal(model[other], model[name]):
                 owner[other] = name
         model[name] = parameter.corrected_weights()
     return {name: model[owner.get(name, name)] for name in model}

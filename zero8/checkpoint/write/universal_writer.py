@@ -25,9 +25,8 @@ from tqdm import tqdm
 
 from zero8.checkpoint.read.contents import Contents, weights_of
 from zero8.checkpoint.read.inert import Inert, names_in
-from zero8.environment import extras
+from zero8.files.atomic import save
 from zero8.files.inside import leads_out
-from zero8.files.staging import save
 from zero8.files.tags import LATEST_UNIVERSAL, write_latest
 from zero8.spec.shown import shown
 
@@ -44,12 +43,7 @@ _SCALER_PROGRESS = "cur_iter", "last_overflow_iter", "cur_hysteresis"
 
 
 def write_universal(contents: Contents, path: Path) -> None:
-    """Write the folder.
-
-    Raises:
-        ValueError: if parameters have no weights, or names that cannot be those of folders, or
-            different step counts, as ZeRO has a single one.
-    """
+    """Write the folder."""
     contents.check_is_named()
     for name in contents.names:
         if leads_out(name):
@@ -95,7 +89,7 @@ def _write_groups(contents: Contents, step: int, path: Path) -> None:
     for_stage3 = {"state": {0: {"step": step}}, "param_groups": groups}
     save(
         {
-            **_scaling(contents.scaling),
+            **_scaling(contents.source.scaling()),
             "param_groups": groups,
             "optimizer_state_dict": for_stage3,
             "ds_version": DEEPSPEED_VERSION,
@@ -111,7 +105,6 @@ def _scaling(found: dict) -> dict:
     is_dynamic = isinstance(scaler, Inert) and scaler.name == _DYNAMIC_SCALER
     if not is_dynamic or not isinstance(scaler.state, dict) or names_in(scaler.state):
         return rest
-    extras.need("deepspeed")
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
     state = scaler.state
@@ -128,7 +121,7 @@ def _shapes(contents: Contents) -> list[dict[str, torch.Size]] | None:
     if not contents.parameters.keys() >= set(contents.names):
         return None
     return [
-        {name: torch.Size(contents.parameters[name].piece.shape) for name in group["params"]}
+        {name: torch.Size(contents.parameters[name].shape) for name in group["params"]}
         for group in contents.groups
     ]
 
@@ -138,17 +131,18 @@ def _only(found: dict, keys: tuple[str, ...]) -> dict:
 
 
 def _write_run(contents: Contents, step: int, folder: Path) -> None:
+    run, tied = contents.source.run(), contents.source.tied()
     rest = {
         name: values
         for name, values in contents.model.items()
-        if contents.tied.get(name, name) not in contents.parameters
+        if tied.get(name, name) not in contents.parameters
     }
     if rest:
         contents.notes.append(
             "engines do not read frozen parameters and buffers from universal checkpoints: tensors "
             f'without moments are under "module" in the model-state files: {list(rest)}'
         )
-    others = {key: names for key, value in contents.run.items() if (names := names_in(value))}
+    others = {key: names for key, value in run.items() if (names := names_in(value))}
     for key, names in others.items():
         contents.notes.append(f"{key!r} was left out: it holds objects of {sorted(names)}")
     states = {
@@ -157,7 +151,7 @@ def _write_run(contents: Contents, step: int, folder: Path) -> None:
         "global_steps": step,
         "skipped_steps": 0,
         "lr_scheduler": None,
-        **{key: value for key, value in contents.run.items() if key not in others},
+        **{key: value for key, value in run.items() if key not in others},
         "dp_world_size": 1,
         "mp_world_size": 1,
         "ds_version": DEEPSPEED_VERSION,

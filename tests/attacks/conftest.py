@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process that forks for the command of each attack."""
+
+import attack
+import pytest
+from forks import Forks
+
+
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory):
+    forks = Forks(tmp_path_factory.mktemp("attacks"), before=attack.IMPORTS)
+    yield forks
+    forks.close()

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attacks on commands that read: code in files, pipes, links, and files that claim too much.
+
+A pickle can stand before the zip, or in a record DATA.PKL beside data.pkl: torch decides by the
+first four bytes whether a file is a zip, and looks up records without regard to case.  Whoever
+opens a pipe that nobody writes to waits for ever, and /dev/zero has no end.  Work for each file
+that grows with the number of files takes hours on a folder that takes seconds to make.
+"""
+
+import io
+import os
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from attack import OUTSIDE, Attack, checkpoint, made, outside, python, sealed, whole
+from crafted_cases import with_codes
+from crafted_files import STOP, call, value
+from places import GOLDEN
+from small_checkpoints import plain_file, zero_folder
+
+from zero8.files.manifest import MANIFEST, MARKER, File, Manifest
+from zero8.files.tags import seal
+
+# --- Code in files, and names that lead out of the target ----------------------------------------
+
+TAG = "step3"
+RANK, MODEL = "zero_pp_rank_1_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"
+
+
+def rezipped(data: bytes, records: dict[str, bytes]) -> bytes:
+    """Return a file of torch.save with records replaced, or added after the others."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        found = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        for name, content in (found | records).items():
+            archive.writestr(f"archive/{name}", content)
+    return made.getvalue()
+
+
+SPOILED = {
+    "in its place": lambda data, pickle: rezipped(data, {"data.pkl": pickle}),
+    "before the zip": lambda data, pickle: pickle + data,
+    "in other letters": lambda data, pickle: rezipped(data, {"DATA.PKL": pickle}),
+}
+
+
+def running_code(name: str, where: str):
+    """Return what copies a checkpoint of ZeRO-2, one of whose files runs code that makes a file."""
+
+    def plant(folder: Path) -> str:
+        shutil.copytree(GOLDEN / "zero2_checkpoint", folder / "tags")
+        path = folder / "tags" / TAG / name
+        command = value(f"touch {outside(folder).parent}/ran")
+        pickle = b"\x80\x02" + call("os", "system", command) + STOP
+        path.write_bytes(SPOILED[where](path.read_bytes(), pickle))
+        return checkpoint("convert", folder / "tags", folder / "made", "--to", "zero")
+
+    return plant
+
+
+def parameter_called(name: str):
+    """A universal checkpoint has a folder for each parameter, called as the parameter is."""
+
+    def plant(folder: Path) -> str:
+        outside(folder)
+        moments = {which: torch.ones(4, 64) for which in ("exp_avg", "exp_avg_sq")}
+        group = {"params": [0], "param_names": [name]}
+        optimizer = {"state": {0: {"step": 1, **moments}}, "param_groups": [group]}
+        content = {"model": {name: torch.ones(4, 64)}, "optimizer": optimizer}
+        torch.save(content, folder / "plain.pt")
+        return checkpoint("convert", folder / "plain.pt", folder / "made", "--to", "zero")
+
+    return plant
+
+
+def tag_behind_link(folder: Path) -> str:
+    shutil.copytree(GOLDEN / "zero2_checkpoint", folder / OUTSIDE)
+    (made(folder / "tags") / "in").symlink_to(folder / OUTSIDE)
+    (folder / "tags" / "latest").write_text(f"in/{TAG}")
+    return checkpoint("convert", folder / "tags", folder / "made", "--to", "zero")
+
+
+# --- A history of 71 bits, which zero8 never writes ----------------------------------------------
+
+
+def plain_history(folder: Path) -> str:
+    (folder / "states.pt").write_bytes(with_codes("history", value(2**70)))
+    return checkpoint("verify", folder / "states.pt")
+
+
+def zero_history(folder: Path) -> str:
+    path = zero_folder(folder / "tags") / "global_step3" / RANK
+    held = torch.load(path, weights_only=False)
+    held["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["history"] = 2**70
+    torch.save(held, path)
+    return checkpoint("verify", folder / "tags")
+
+
+def loaded_history(folder: Path) -> str:
+    path = plain_file(folder / "states.pt")
+    held = torch.load(path, weights_only=False)
+    held["optimizer"]["state"][0]["history"] = 2**70
+    torch.save(held, path)
+    return python(f"""
+import torch
+from small_checkpoints import trained
+trained()[1].load_state_dict(torch.load({str(path)!r}, weights_only=False)["optimizer"])
+""")
+
+
+# --- Odd manifests -------------------------------------------------------------------------------
+
+LONG = "x" * 300
+
+
+def folder_for_manifest(folder: Path) -> str:
+    (whole(folder / "t1") / MANIFEST).mkdir()
+    return checkpoint("verify", folder / "t1")
+
+
+def manifest_linked_to(target: str):
+    def plant(folder: Path) -> str:
+        (whole(folder / "t1") / MANIFEST).symlink_to(target)
+        return checkpoint("verify", folder / "t1")
+
+    return plant
+
+
+def listing_too(file: File, make=lambda path: None):
+    """Return what lists one more file in a manifest, and makes something in its place."""
+
+    def plant(folder: Path) -> str:
+        files = Manifest.read(sealed(folder / "t1")).files
+        Manifest.of(1, 0, [*files, file]).write(folder / "t1")
+        make(folder / "t1" / file.path)
+        return checkpoint("verify", folder / "t1")
+
+    return plant
+
+
+def listed_link(folder: Path) -> str:
+    listed = sealed(folder / "t1") / "__0_0.distcp"
+    target = outside(folder)
+    listed.replace(target)
+    listed.symlink_to(target)
+    return checkpoint("verify", folder / "t1")
+
+
+def deep_paths(folder: Path) -> str:
+    """All folders above 400 paths of 2,000 folders are 800,000 paths, of 2 KB on average."""
+    names = (f"{number:04d}/{'a/' * 2000}b" for number in range(400))
+    listed = tuple(File(name, 0, "0" * 32, 0) for name in names)
+    (made(folder / "t1") / MANIFEST).write_text(Manifest(1, 0, listed).text())
+    return checkpoint("verify", folder / "t1")
+
+
+def many_files(contents: bytes, listed: bytes):
+    """Return what makes 20,000 files with contents, and a manifest with the hash of others."""
+
+    def plant(folder: Path) -> str:
+        tag = sealed(folder / "tags" / "t1")
+        files, digits = [*Manifest.read(tag).files], xxhash.xxh3_128_hexdigest(listed)
+        for number in range(20_000):
+            (tag / f"file{number}").write_bytes(contents)
+            files.append(File(f"file{number}", len(contents), digits, 0))
+        manifest = Manifest(1, 0, tuple(sorted(files, key=lambda file: file.path)))
+        (tag / MANIFEST).write_text(manifest.text())  # `of` and `write` take seconds
+        return checkpoint("verify", tag)
+
+    return plant
+
+
+# --- Pipes ---------------------------------------------------------------------------------------
+
+HASH_OF_NOTHING = xxhash.xxh3_128_hexdigest(b"")
+
+
+def piped(name: str):
+    """Return what plants a pipe of this name in a folder whose other files are good."""
+
+    def plant(folder: Path) -> str:
+        tag = whole(folder / "tags" / "t1")
+        if name in ("latest", RANK):  # which are looked for where there are no .metadata
+            (tag / ".metadata").unlink()
+        (tag / name).unlink(missing_ok=True)
+        os.mkfifo(tag / name)
+        return checkpoint("verify", tag)
+
+    return plant
+
+
+def listed_pipe(folder: Path) -> str:
+    tag = sealed(folder / "t1")
+    (tag / "shard.pt").write_bytes(b"data")
+    seal(tag)
+    (tag / "shard.pt").unlink()
+    os.mkfifo(tag / "shard.pt")
+    return checkpoint("verify", tag)
+
+
+def seal_with_pipe(folder: Path) -> str:
+    os.mkfifo(whole(folder / "tags" / "t1") / "a_pipe")
+    return checkpoint("seal", folder / "tags" / "t1")
+
+
+def seal_beside_piped_manifest(folder: Path) -> str:
+    os.mkfifo(made(folder / "tags" / "planted") / MANIFEST)
+    return checkpoint("seal", whole(folder / "tags" / "t1"))
+
+
+ATTACKS = (
+    *(
+        Attack(f"os.system in {name} {where}", running_code(name, where), statuses, says)
+        for name in (RANK, MODEL)
+        for where, statuses, says in (
+            ("in its place", (1,), (name, "os.system")),
+            ("before the zip", (1,), (name,)),
+            ("in other letters", (0, 1), ()),
+        )
+    ),
+    *(
+        Attack(f"parameter {name}", parameter_called(name), (1,), ("which cannot name a folder",))
+        for name in (f"{'../' * 4}{OUTSIDE}/evil", "/tmp/evil", "..")
+    ),
+    Attack("tag behind a link", tag_behind_link, (1,), (f"in/{TAG}",)),
+    Attack("history in a plain file", plain_history, (1,), ("history",)),
+    Attack("history in a file of ZeRO", zero_history, (1,), ("history",)),
+    Attack("history for load_state_dict", loaded_history, (1,), ("Error", "history")),
+    Attack("folder as manifest", folder_for_manifest, (1,), (MANIFEST,)),
+    Attack("manifest linked to itself", manifest_linked_to(MANIFEST), (1,), (MANIFEST,)),
+    Attack("manifest linked to a device", manifest_linked_to("/dev/zero"), (1,), (MANIFEST,)),
+    Attack("name of 300 letters", listing_too(File(LONG, 1, "0" * 32, 0)), (1,), (LONG[:100],)),
+    Attack("listed link", listed_link, (1,), ("__0_0.distcp", "link")),
+    Attack("listed paths of 2,000 folders", deep_paths, (1,), (MANIFEST,)),
+    Attack("20,000 empty files", many_files(b"", b""), (0,), ("whole",), seconds=20),
+    Attack("20,000 other files", many_files(b"a", b"b"), (1,), ("file0",), seconds=20),
+    *(
+        Attack(f"pipe as {name}", piped(name), statuses, says)
+        for name, statuses, says in (
+            (MANIFEST, (1,), (MANIFEST,)),
+            (MARKER, (1, 2), ()),
+            ("latest", (1, 2), ()),
+            (".metadata", (1, 2), (".metadata",)),
+            (RANK, (1, 2), (RANK,)),
+        )
+    ),
+    Attack("listed pipe", listed_pipe, (1,), ("shard.pt",)),
+    Attack(
+        "listed pipe of 0 bytes",
+        listing_too(File("shard.pt", 0, HASH_OF_NOTHING, 0), os.mkfifo),
+        (1,),
+        ("shard.pt",),
+    ),
+    Attack("pipe in a folder to seal", seal_with_pipe, (2,), ("a_pipe",)),
+    Attack("piped manifest beside one", seal_beside_piped_manifest, (0,)),
+)
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+def test_untrusted_folder_gets_the_expected_answer(attack, commands, tmp_path):
+    assert attack.wrong(commands, tmp_path) == []
