@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from zero8.state.extent import local_grad
 from zero8.state.header import Entries
-from zero8.state.weights import values_of
 
 Group = dict[str, Any]
 """A parameter group of an optimizer."""
@@ -37,11 +35,6 @@ class Batch(NamedTuple):
     values: list[Tensor]
     grads: list[Tensor]  # of `values`
     states: list[Entries]
-
-    @classmethod
-    def one(cls, group: Group, p: Tensor, grad: Tensor, state: Entries) -> "Batch":
-        """Return the batch of a parameter with a gradient, which may not be its `grad`."""
-        return cls([(group, 1)], [p], [values_of(p)], [local_grad(p, grad)], [state])
 
     @property
     def group_of_each(self) -> list[Group]:

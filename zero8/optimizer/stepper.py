@@ -92,7 +92,8 @@ class Stepper:
     def step_one(self, p: Tensor, grad: Tensor) -> None:
         """Take the step of one parameter with a gradient that it may no longer have."""
         group = self._states.params.group_of(p, self._optimizer.param_groups)
-        self.step_batch(Batch.one(group, p, grad, self._optimizer.state[p]))
+        value, state = values_of(p), self._optimizer.state[p]
+        self.step_batch(Batch([(group, 1)], [p], [value], [local_grad(p, grad)], [state]))
 
     def step_batch(self, batch: Batch) -> None:
         """Take a step over a batch, like `step`."""
