@@ -19,7 +19,7 @@ def when_imported(name: str, call: Callable[[ModuleType], None]) -> None:
 
 
 class _Finder:
-    """A meta path finder that finds one module by the others, and acts after it has run."""
+    """A meta path finder that finds one module by the others, and wraps its loader."""
 
     def __init__(self, name: str, call: Callable[[ModuleType], None]):
         self.name, self.call = name, call
@@ -31,15 +31,22 @@ class _Finder:
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            self._act_after(spec.loader)
+            spec.loader = _Loader(spec.loader, self.call)
         return spec
 
-    def _act_after(self, loader) -> None:
-        run = loader.exec_module
 
-        def exec_module(module):
-            del loader.exec_module  # the class's again: others may share the loader
-            run(module)
-            self.call(module)
+class _Loader:
+    """Runs a module by its own loader, and then calls `call`."""
 
-        loader.exec_module = exec_module
+    def __init__(self, loader, call: Callable[[ModuleType], None]):
+        self.loader, self.call = loader, call
+
+    def create_module(self, spec):
+        """Delegate to the module's own loader."""
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module):
+        """Run the module under its own loader, then call."""
+        module.__spec__.loader = module.__loader__ = self.loader
+        self.loader.exec_module(module)
+        self.call(module)
