@@ -7,7 +7,7 @@ from pathlib import Path
 from zero8.checkpoint.read.dcp_source import METADATA, DcpSource
 from zero8.checkpoint.read.plain_source import PlainSource
 from zero8.checkpoint.read.source import Source
-from zero8.checkpoint.read.zero_source import ZeroSource
+from zero8.checkpoint.read.zero_source import STATES, ZeroSource
 from zero8.files.tags import LATEST, folder_of, read_latest
 from zero8.spec.shown import shown
 
@@ -20,7 +20,7 @@ def open_checkpoint(path: Path) -> Source:
         raise FileNotFoundError(f"{path}: not found")
     if os.path.lexists(path / METADATA):
         return DcpSource(path)
-    if ZeroSource.is_at(path):
+    if any(STATES.fullmatch(file.name) for file in path.iterdir()):
         return ZeroSource(path)
     if tag := read_latest(path):
         if found := folder_of(path, tag):

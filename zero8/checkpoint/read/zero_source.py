@@ -52,11 +52,6 @@ class ZeroSource(Source):
             (path for path in folder.iterdir() if STATES.fullmatch(path.name)), key=_ranks
         )
 
-    @classmethod
-    def is_at(cls, folder: Path) -> bool:
-        """Return whether a folder is a tag with states of ZeRO."""
-        return any(STATES.fullmatch(path.name) for path in folder.iterdir())
-
     def facts(self) -> Facts:
         """See `Source`."""
         zero = self._settings
