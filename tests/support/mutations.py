@@ -364,7 +364,7 @@ def damage_groups(saved: dict, chance: random.Random) -> None:
     group = saved["param_groups"][0]
     key = chance.choice([*group, "params"])
     kind = chance.random()
-    if kind < 0.2 and key != "params":  # which torch takes for granted
+    if kind < 0.2:
         group.pop(key)
     elif kind < 0.3:
         saved["param_groups"].append(dict(group))

@@ -79,7 +79,7 @@ def _wrap_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
     states = state_dict["state"]
     if len(state_dict["param_groups"]) != len(optimizer.param_groups):
         return state_dict  # torch says so
-    params = {key for group in state_dict["param_groups"] for key in group["params"]}
+    params = {key for group in state_dict["param_groups"] for key in group.get("params", ())}
     is_dict = isinstance(states, dict)
     if not is_dict or not all(isinstance(s, dict) for key, s in states.items() if key in params):
         raise ValueError("load_state_dict: got states that are not dicts, expected a dict of dicts")
