@@ -114,7 +114,7 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
     return statistics.median(values), tenths[0], tenths[-1]
 
 
-def copy(num_bytes: int, device: str = "cpu") -> Callable[[], object]:
+def copy(num_bytes: int, device: torch.device | str = "cpu") -> Callable[[], object]:
     """Return a copy that reads half of so many bytes, and writes the other half."""
     source, target = torch.ones(2, num_bytes // 2, dtype=torch.uint8, device=device)
     return partial(target.copy_, source)

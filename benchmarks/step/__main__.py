@@ -88,7 +88,7 @@ def measure(asked: argparse.Namespace) -> dict:
 
 
 def _timed(algorithm: str, steps: list[Contender], device: str) -> list[dict]:
-    contenders = [*steps, *copies(steps, device)]
+    contenders = [*steps, *copies(steps)]
     time_of = gpu_ns if device == "cuda" else cpu_ns
     times = in_turns([partial(time_of, one.step) for one in contenders], ROUNDS)
     rows = []

@@ -166,13 +166,13 @@ def _contender(
     return Contender(name, variant.name, p, states, optimizer.step, codec)
 
 
-def copies(contenders: Sequence[Contender], device: str) -> list[Contender]:
+def copies(contenders: Sequence[Contender]) -> list[Contender]:
     """Return a copy of the bytes of each contender over all parameters, without equal ones."""
     found: dict[tuple[str, float], Contender] = {}
     numel = max(one.param.numel() for one in contenders)
     for one in contenders:
         key = one.variant, one.bytes_per_param
         if key not in found and one.param.numel() == numel:
-            move = bench.copy(int(one.bytes_per_param * numel), device)
+            move = bench.copy(int(one.bytes_per_param * numel), one.param.device)
             found[key] = Contender("copy", one.variant, one.param, one.states, move)
     return list(found.values())

@@ -126,7 +126,7 @@ def test_contenders_share_tensors_and_step_on_all_of_them(algorithm):
 
 def test_copies_leave_the_tensors_of_their_contenders_alone():
     ours = zero8_contenders("adam", ["log", "fp8"], Params(NUMEL, "cpu"))
-    copies = contenders.copies(ours, "cpu")
+    copies = contenders.copies(ours)
     assert [copy.variant for copy in copies] == [v.name for v in VARIANTS]
     for copy in copies:
         before = [t.clone() for t in (copy.param, *copy.states)]

@@ -121,9 +121,9 @@ def test_command_that_lacks_a_module_of_no_extra_raises(monkeypatch):
     def fail(arguments):
         raise ModuleNotFoundError("No module named 'zero8.lost'", name="zero8.lost")
 
-    monkeypatch.setattr("zero8.cli._build", fail)
+    monkeypatch.setattr("zero8.doctor.run", fail)
     with pytest.raises(ModuleNotFoundError, match="zero8.lost"):
-        cli.main(["build"])
+        cli.main(["doctor"])
 
 
 @pytest.mark.parametrize("words", [[], ["checkpoint"]])

@@ -20,6 +20,8 @@ import zero8
 
 WORKER = SUPPORT / "wheel_worker.py"
 
+pytestmark = pytest.mark.slow
+
 
 def check(command, **env):
     done = processes.run([str(word) for word in command], seconds=500, PYTHONPATH=None, **env)
@@ -107,7 +109,6 @@ def venv(wheel, tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["plain", "fsdp2", "zero2"])
 def test_wheel_without_compiler_steps_with_its_binary_on_the_threads_of_torch(venv, tmp_path, mode):
     """The environment has no compiler, ninja and make on its PATH."""
@@ -124,7 +125,6 @@ def test_wheel_without_compiler_steps_with_its_binary_on_the_threads_of_torch(ve
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_wheel_in_an_empty_environment_registers_on_import_torch(venv):
     code = "import torch; print(torch.optim.Adam8bitBlockwise.__module__)"
     printed = check([venv / "bin" / "python", "-I", "-c", code], TORCH_DEVICE_BACKEND_AUTOLOAD=None)

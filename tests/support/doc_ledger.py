@@ -106,6 +106,6 @@ NOT_RUN = {
     },
     "docs/from-adamw-to-8-bit.md": {"pip install": "downloads packages"},
     "docs/releasing.md": {
-        "-m build": "downloads packages; tests/package/test_wheel.py builds without",
+        "make wheel": "downloads packages; tests/package/test_wheel.py builds without",
     },
 }

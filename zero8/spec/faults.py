@@ -39,9 +39,9 @@ def fault(code: MomentCode, codes: Tensor, scales: Tensor, block_numbers: BlockN
         if not code.decode(largest, scales, 1.0).isfinite().all():
             return "a scale whose largest code is not finite"
         for chunk in codes.split(_CHUNK_NUMEL):
-            counts = torch.bincount(chunk, minlength=256)[list(code.unused)]
-            if counts.any():
-                return f"a code that is NaN or unused: {code.unused[int(counts.argmax())]}"
+            counts = torch.bincount(chunk, minlength=256).tolist()
+            if found := [one for one in code.unused if counts[one]]:
+                return f"a code that is NaN or unused: {found[0]}"
     return ""
 
 
