@@ -117,7 +117,9 @@ def test_wheel_without_compiler_steps_with_its_binary_on_the_threads_of_torch(ve
     words = [*launcher, port, WORKER, mode] if mode == "fsdp2" else [WORKER, mode, port]
     env = {"PATH": str(tmp_path), "CXX": None, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     printed = check([venv / "bin" / "python", *words], **env)
-    for line in [line for line in printed.splitlines() if line.startswith("{")]:
+    lines = [line for line in printed.splitlines() if line.startswith("{")]
+    assert len(lines) == (2 if mode == "fsdp2" else 1), printed
+    for line in lines:
         found = json.loads(line)
         assert Path(found["op"]).is_relative_to(venv), line
         assert (found["has_threads"], found["runtimes"]) == (True, 1), line
