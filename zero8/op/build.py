@@ -87,11 +87,8 @@ def library() -> Path:
 def load() -> ModuleType:
     """Return the module; compiles it unless it is there.
 
-    Of processes that start together, one compiles.
-
-    Raises:
-        RuntimeError: if there is no compiler, it fails, or the cache cannot be written to.
-        ImportError: if the binary cannot be loaded on this machine.
+    Of processes that start together, one compiles.  Raises RuntimeError if the module cannot be
+    compiled, ImportError if it cannot be loaded.
     """
     path = library()
     if not path.is_file():
@@ -125,8 +122,7 @@ def _cxx() -> list[str]:
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock of a build; a process that waits for long logs the holder.
 
-    Raises:
-        RuntimeError: if files cannot be written, the lock's or within the block.
+    Raises RuntimeError where a file cannot be written, the lock's or one within the block.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -169,11 +169,7 @@ class CudaKernel:
             self._maps = torch.from_numpy(codec_maps().view(np.uint8)).to(device)
 
     def step(self, records: np.ndarray, scalars: np.ndarray) -> BlockCounts:
-        """Take one optimizer step on records, behind the work of torch's current stream.
-
-        Returns:
-            The blocks left unchanged, once they have arrived.
-        """
+        """Take one optimizer step on records, behind the work of torch's current stream."""
         launch = Launch.of(records, scalars)
         block, function = (launch.team_threads, launch.teams), self._functions[launch.kernel]
         with torch.cuda.device(self._device):

@@ -63,9 +63,7 @@ def default_backend() -> str:
 def compiler(backend: str) -> CudaCompiler:
     """Return the compiler of a backend; "auto" is nvcc if there is one, else NVRTC.
 
-    Raises:
-        ValueError: if the backend is unknown.
-        RuntimeError: if there is no such compiler; the message says what to install.
+    Raises RuntimeError, which says what to install, if there is no such compiler.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}, expected one of {list(BACKENDS)}")
@@ -81,11 +79,8 @@ def compiler(backend: str) -> CudaCompiler:
 def machine_code(architecture: int, backend: str) -> bytes:
     """Return the compiled kernel for a compute capability, such as 90, from the cache if possible.
 
-    Of processes that start together, one compiles.  Cached code needs no compiler.
-
-    Raises:
-        ValueError: if the backend is unknown, or the architecture too old.
-        RuntimeError: if there is no compiler, it fails, or the cache cannot be written to.
+    Of processes that start together, one compiles.  Cached code needs no compiler.  Raises
+    ValueError if the architecture is too old, RuntimeError if the kernel cannot be compiled.
     """
     if architecture < LOWEST_ARCHITECTURE:
         raise ValueError(

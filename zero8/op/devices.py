@@ -14,10 +14,8 @@ Kernel = CpuKernel | CudaKernel
 def kernel_on(device: torch.device) -> Kernel:
     """Return the kernel of a device, one of `DEVICES`; compiles it if needed.
 
-    Raises:
-        ValueError: if ZERO8_ISA, ZERO8_CUDA_BACKEND or a launcher's variable is invalid, or the GPU
-            is too old.
-        RuntimeError: if there is no compiler, or it fails.
+    Raises ValueError for a GPU that is too old and for environment variables that are invalid,
+    RuntimeError if the kernel cannot be compiled.
     """
     return CpuKernel() if device.type == "cpu" else cuda_kernel(device)
 

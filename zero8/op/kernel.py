@@ -68,11 +68,7 @@ def isas() -> dict[str, int]:
 
 
 def default_isa() -> str:
-    """Return the instruction set of steps: ZERO8_ISA of the environment, else the fastest.
-
-    Raises:
-        ValueError: if the processor lacks ZERO8_ISA.
-    """
+    """Return the instruction set of steps: ZERO8_ISA of the environment, else the fastest."""
     chosen, supported = os.environ.get("ZERO8_ISA"), list(isas())
     if chosen and chosen not in supported:
         raise ValueError(f"ZERO8_ISA: got {chosen!r}, this processor has {supported}")
@@ -80,17 +76,10 @@ def default_isa() -> str:
 
 
 def records_of(segments: Sequence[Segment], device: torch.device) -> np.ndarray:
-    """Return the kernel's structs for segments, without scalars, phases and copies.
+    """Return the kernel's structs for segments, (segments,) `SEGMENT`.
 
-    Args:
-        segments: the segments to describe.
-        device: the device that their tensors must be on.
-
-    Returns:
-        (len(segments),) `SEGMENT`.
-
-    Raises:
-        ValueError: if a tensor has the wrong dtype, device, layout or size.
+    Scalars, phases and copies are not filled in.  Raises ValueError for a tensor of the wrong
+    dtype, device, layout or size.
     """
     records = np.zeros(len(segments), SEGMENT)
     for record, segment in zip(records, segments, strict=True):
@@ -175,11 +164,7 @@ class CpuKernel:
     """The kernel of steps on the CPU; its `default_isa` and `host_share` are those of now."""
 
     def __init__(self) -> None:
-        """Build the op if needed.
-
-        Raises:
-            ValueError: if this processor lacks ZERO8_ISA, or a launcher's variable is not a number.
-        """
+        """Build the op if needed."""
         self._step, self._isa = module().step, isas()[default_isa()]
         self._maps = codec_maps()
         self._max_threads = host_share()
@@ -188,8 +173,7 @@ class CpuKernel:
     def step(self, records: np.ndarray, scalars: np.ndarray) -> BlockCounts | None:
         """Take one optimizer step on records, whose tensors the caller keeps alive.
 
-        Returns:
-            The blocks left unchanged; None if there are none.
+        Returns the blocks left unchanged, None if there are none.
         """
         team = os.getpid(), min(torch.get_num_threads(), self._max_threads)
         if self._team != team:
@@ -210,15 +194,9 @@ def fill(
 
     Phases are those of equation (D1) of `zero8.spec.dither`.
 
-    Args:
-        records: (pieces,) `SEGMENT`.
-        kept: (pieces,) `KEPT_PIECE`, offset, parameter and dither keys of each piece.
-        addresses: (2, parameters) uint64, of parameters and gradients.
-        which: (parameters,) int64, indices in `steps`, and in the scalars of the step.
-        steps: int64, numbers of steps, from 1.
-
-    Raises:
-        ValueError: if an index is out of range.
+    `records` are (pieces,) `SEGMENT`, `kept` (pieces,) `KEPT_PIECE`, `addresses` (2, parameters)
+    uint64, of parameters and gradients.  `which` are (parameters,) int64 indices in `steps`, int64
+    numbers from 1, and in the scalars of the step.
     """
     module().fill(records, kept, addresses.reshape(-1), which, steps)
 
@@ -226,17 +204,13 @@ def fill(
 def described(objects: list[Tensor | float]) -> np.ndarray:
     """Return address, size, kind and contiguity of tensors, and a hash of small ones' contents.
 
-    Numbers may be among them, as they are in states: separating them would take longer.
+    Of the (objects,) `TENSOR` that it returns, `kind` is equal for equal dtype and device, its
+    upper 32 bits for equal device; it is `WITHOUT_MEMORY` for tensors without memory of their own,
+    such as sparse ones.  `contents` is equal for equal contents of int64 tensors in host memory of
+    at most `MAX_HASHED` elements, such as a state's `format`; it is 0 for others.
 
-    Returns:
-        (len(objects),) `TENSOR`.  `kind` is equal for equal dtype and device, its upper 32 bits for
-        equal device; it is `WITHOUT_MEMORY` for tensors without memory of their own, such as sparse
-        ones.  `contents` is equal for equal contents of int64 tensors in host memory of at most
-        `MAX_HASHED` elements, such as a state's `format`; it is 0 for others.  The record of a
-        number is contiguous, and otherwise 0.
-
-    Raises:
-        RuntimeError: if this torch has another interface to its tensors.
+    Numbers may be among the objects, as they are in states: separating them would take longer.
+    Their record is contiguous, and otherwise 0.
     """
     records, api = np.empty(len(objects), TENSOR), getattr(Tensor, _EXCHANGE_API, None)
     if api is None or not module().describe(api, Tensor, objects, records):

@@ -19,11 +19,8 @@ def sum_of_squares(grads: Sequence[Tensor], num_threads: int | None = None) -> f
     """Return the sum of squares of gradients on the CPU, in double precision.
 
     The bits do not depend on the number of threads.  The relative error is below 2^-40.  Gradients
-    with gaps in memory, and of other dtypes than `DTYPES`, are read by torch.
-
-    Args:
-        grads: any shapes.
-        num_threads: threads to use; `step_threads()` by default.
+    with gaps in memory, and of other dtypes than `DTYPES`, are read by torch.  `num_threads` is
+    `step_threads()` by default.
     """
     served: list[Tensor] = []
     others: list[Tensor] = []

@@ -24,13 +24,8 @@ def host_share() -> int:
     """Return how many threads this rank may use so that the ranks of a host do not compete.
 
     Launchers set the number of ranks of the host (torchrun LOCAL_WORLD_SIZE, DeepSpeed LOCAL_SIZE).
-    Without OMP_NUM_THREADS and without binding, each rank would use all processors.
-
-    Returns:
-        This rank's share of the processors; `NO_LIMIT` if OMP_NUM_THREADS or binding limits it.
-
-    Raises:
-        ValueError: if LOCAL_WORLD_SIZE or LOCAL_SIZE is not a number.
+    Without OMP_NUM_THREADS and without binding, each rank would use all processors; with one of
+    them, `NO_LIMIT` is returned.
     """
     if os.environ.get("OMP_NUM_THREADS") or not hasattr(os, "sched_getaffinity"):
         return NO_LIMIT
