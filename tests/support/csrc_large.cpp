@@ -68,8 +68,9 @@ int main() {
   for (int i = 0; i < zero8::kNumIsas; ++i) {
     const zero8::Isa& isa = zero8::kIsas[i];
     if (!isa.is_supported()) continue;
-    isa.step_of(large)(large, scalars, *maps, kFirstBlock, kBlocks, nullptr);
-    isa.step_of(small)(small, scalars, *maps, 0, kBlocks - kFirstBlock, nullptr);
+    isa.steps->step_blocks[large.algorithm](large, scalars, *maps, kFirstBlock, kBlocks, nullptr);
+    isa.steps->step_blocks[small.algorithm](small, scalars, *maps, 0, kBlocks - kFirstBlock,
+                                            nullptr);
     compare<float>(large.param, small.param, kFirst, kRest, "param");
     for (int k = 0; k < 2; ++k) {
       const zero8::Moment &ours = large.moments[k], &theirs = small.moments[k];
