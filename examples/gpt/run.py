@@ -91,10 +91,10 @@ def fit(engine, text, arguments: argparse.Namespace, checkpoint: Path) -> dict:
             validation.append((step + 1, validate(engine, windows)))
         if (step + 1) % save_every == 0 or step + 1 == steps:
             engine.save(checkpoint, step + 1)
-    codec = getattr(engine.optimizer, "codec", None)
+    settings = getattr(engine.optimizer, "settings", None)
     return {
         "first_step": engine.steps_done,
-        "codec": codec and codec.name,
+        "codec": settings and settings.codec.name,
         "val_loss": validation[-1][1],
         "train_loss": statistics.mean(train[-TRAIN_LOSS_STEPS:]),
         **memory(engine.optimizer, engine.device),

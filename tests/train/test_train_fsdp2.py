@@ -84,7 +84,7 @@ def test_run_that_is_resumed_has_the_bits_of_one_that_never_stopped(
     resume = dict(engine=engine, optimizer=EIGHT_BIT, steps=STEPS, out=str(folder))
     resumed = standing_ranks(RANKS).run(row, **resume, resume=True)[0]
     whole = rows[engine, EIGHT_BIT]
-    assert resumed["first_step"] == STEPS - 1
+    assert (resumed["first_step"], resumed["codec"]) == (STEPS - 1, "log")
     assert resumed["train_curve"] == whole["train_curve"][STEPS - 1 :]
     assert resumed["val_loss"] == whole["val_loss"]
     # What is done already is not done again.
