@@ -185,9 +185,10 @@ lint: .venv/.dev
 docs: .venv/.docs
 	$(RUN) -m mkdocs build --strict
 
-# The binary of aarch64 is Debian's cross compiler's, g++-aarch64-linux-gnu.  auditwheel names the
-# oldest glibc that a wheel runs with.
-BUILD_WHEEL := $(RUN) -m build --outdir build/wheels
+# The binary of aarch64 is Debian's cross compiler's, g++-aarch64-linux-gnu.  In an environment of its
+# own a build would get CMake for aarch64, too.  auditwheel names the oldest glibc that a wheel runs
+# with.
+BUILD_WHEEL := $(RUN) -m build --no-isolation --outdir build/wheels
 AARCH64 := CXX=aarch64-linux-gnu-g++ _PYTHON_HOST_PLATFORM=linux-aarch64 \
   CMAKE_ARGS="-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64"
 wheel: .venv/.wheel
