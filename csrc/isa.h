@@ -30,7 +30,7 @@ extern const Steps ZERO8_STEPS(avx512);
 extern const Steps ZERO8_STEPS(neon);
 
 struct Isa {
-  const char* name;  // a key of TARGETS in zero8/op/build.py, in this order
+  const char* name;
   const Steps* steps;
   bool (*is_supported)();  // by this processor
 };

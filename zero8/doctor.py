@@ -133,8 +133,9 @@ def _is_there(name: str) -> bool:
 def _build_tools(report: dict) -> dict:
     is_needed = build.library() != build.INSTALLED
     absent = "not found" if is_needed else "not found, and not needed"
-    report["lines"].append(("compiler", build.compiler() or absent))
-    return {"compiler": build.compiler()}
+    compiler = build.compiler()
+    report["lines"].append(("compiler", compiler or absent))
+    return {"compiler": compiler}
 
 
 def _op(report: dict) -> dict:
