@@ -43,7 +43,6 @@ OTHERS = (
     "configs/README.md",
     "docs/site.css",
     "launch/README.md",
-    "zero8/checkpoint/README.md",
 )
 """What the site has besides the pages of docs/."""
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\((?!https?:)([^)#\s]+)\)")

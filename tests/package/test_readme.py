@@ -15,7 +15,7 @@ from examples.gpt import report
 from zero8.files import tags
 from zero8.optimizer.elementwise import Adam8bitBlockwise
 
-README = (ROOT / "README.md").read_text()
+SETTINGS = (ROOT / "docs" / "algorithms.md").read_text()
 
 
 def test_readme_python_example_runs_and_prints_the_report(block, capsys):
@@ -68,7 +68,8 @@ def test_readme_json_example_steps_in_an_engine(block, standing_ranks):
 
 
 def test_readme_table_of_settings_names_the_defaults():
-    rows = re.findall(r"^\| `(\w+)` \| `?(.*?)`? \|", README, re.MULTILINE)
+    table = SETTINGS[SETTINGS.index("All optimizers take these") : SETTINGS.index("## Muon")]
+    rows = re.findall(r"^\| `(\w+)` \| `?(.*?)`? \|", table, re.MULTILINE)
     parameters = inspect.signature(Adam8bitBlockwise.__init__).parameters
     assert len(rows) == 8
     for name, default in rows:

@@ -15,12 +15,6 @@ RUN = {
         ),
         "fully_shard(model": "test_readme_fsdp2_example_prints_the_report_that_readme_shows",
         "$ torchrun": "test_readme_fsdp2_example_prints_the_report_that_readme_shows",
-        "runs/7b/global_step800 is damaged": (
-            "test_load_of_a_damaged_checkpoint_is_the_error_that_readme_shows"
-        ),
-        "tagged.saving": "test_readme_example_of_tags_makes_a_complete_one",
-        "$ zero8 checkpoint verify": "test_readme_commands_of_checkpoints_print_what_readme_shows",
-        "$ zero8 plan": "test_plan_in_a_page_is_what_the_command_prints",
     },
     "docs/algorithms.md": {
         "SGD8bitBlockwise": "test_optimizer_section_of_the_docs_makes_that_optimizer",
@@ -29,6 +23,13 @@ RUN = {
     },
     "docs/architecture.md": {
         "spec <-": "test_layers_line_of_the_architecture_is_in_the_order_of_the_table",
+    },
+    "docs/checkpoints.md": {
+        "runs/7b/global_step800 is damaged": (
+            "test_load_of_a_damaged_checkpoint_is_the_error_that_readme_shows"
+        ),
+        "tagged.saving": "test_readme_example_of_tags_makes_a_complete_one",
+        "$ zero8 checkpoint verify": "test_readme_commands_of_checkpoints_print_what_readme_shows",
     },
     "docs/command-line.md": {
         "--parameters 671B": "test_plan_of_each_size_that_the_docs_name_prints_a_plan",
@@ -100,9 +101,14 @@ RUN = {
 
 NOT_RUN = {
     "README.md": {
+        "-    \"type\"": "the word that the JSON below it has, which a test runs",
         "make train     #": "takes hours; tests/package/test_doc_blocks.py has make show it",
         "pip install .": "downloads packages; tests/package/test_wheel.py installs what is built",
         "HOSTFILE=hosts": "needs several hosts, as tests/multinode/test_multinode.py has",
+    },
+    "docs/checkpoints.md": {
+        "DIR/universal": "as test_readme_commands_of_checkpoints_print_what_readme_shows types it",
+        "for state in engine": "tests/checkpoint/test_zero_switch.py has these lines",
     },
     "docs/from-adamw-to-8-bit.md": {"pip install": "downloads packages"},
     "docs/releasing.md": {
