@@ -20,22 +20,16 @@ OTHERS = (
     "SECURITY.md",
     "benchmarks/README.md",
     "benchmarks/records/demo_cpu_202611.png",
-    "benchmarks/records/demo_fp8_cpu_202611.png",
     "benchmarks/records/demo_int8_cpu_202611.png",
-    "benchmarks/records/demo_linear4_cpu_202611.png",
-    "benchmarks/records/demo_log6_cpu_202611.png",
     "benchmarks/records/demo_lion_cpu_202611.png",
     "benchmarks/records/demo_sgd_cpu_202611.png",
     "benchmarks/records/demo_muon_cpu_202611.png",
-    "benchmarks/records/low_bit_202611_gradients.png",
     "benchmarks/records/low_bit_202611_updates.png",
     *(
         f"benchmarks/records/maps_202611_{name}.png"
         for name in (
-            "first_moment",
             "maps",
             "pairs_block",
-            "pairs_tensor",
             "sensitivity",
             "update_error",
         )
