@@ -1,109 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs of two ranks that resume, take a step and save, with a SIGKILL at a chosen write.
-
-A server process imports what takes seconds, once, and forks the ranks of each job.
-"""
+"""Jobs of two ranks that resume, take a step and save, with a SIGKILL at a chosen write."""
 
 import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
 import xxhash
-from places import FOLDERS
+from ranks import StandingRanks
 
 RANKS = 2
 
 
-class Server:
-    """Runs jobs one after another; see `job`."""
-
-    def __init__(self):
-        from ranks import build_ops
-
-        build_ops()
-        # As ranks.py does it.
-        env = {name: value for name, value in os.environ.items() if name != "LOCAL_SIZE"} | {
-            "OMP_NUM_THREADS": "1",
-            "DS_ACCELERATOR": "cpu",
-            "WORLD_SIZE": str(RANKS),
-            "MASTER_ADDR": "127.0.0.1",
-            "PYTHONPATH": os.pathsep.join(filter(None, (*FOLDERS, os.environ.get("PYTHONPATH")))),
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", "import fault_worker; fault_worker.serve()"],
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            text=True,
-        )
-
-    def run(self, **job) -> dict:
-        """Run a job; return the ranks' statuses, what they noted, and the seconds it took."""
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
-
-    def close(self) -> None:
-        """End the server and all that it started."""
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
+def run(folder: Path, timeout_s: float, **kwargs) -> dict:
+    """Run a job; return the ranks' statuses and what they noted."""
+    notes = [folder / f"rank{rank}.json" for rank in range(RANKS)]
+    for path in notes:
+        path.unlink(missing_ok=True)
+    folder.mkdir(exist_ok=True)
+    statuses = StandingRanks(RANKS, folder).run_to_the_end(
+        be_rank, timeout_s, folder=str(folder), **kwargs
+    )
+    return {
+        "statuses": statuses,
+        "notes": [json.loads(path.read_text()) if path.exists() else {} for path in notes],
+    }
 
 
-def serve() -> None:
-    """Fork the ranks of the jobs that stdin names, a line of JSON each, and answer in JSON."""
-    # What takes seconds: all that the first engine of a process imports.
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
-    import zero_worker  # noqa: F401
-    from ranks import free_port
-
-    for line in sys.stdin:
-        kwargs = json.loads(line)
-        timeout_s, port, began = kwargs.pop("timeout_s"), free_port(), time.monotonic()
-        folder = Path(kwargs["folder"])
-        folder.mkdir(exist_ok=True)
-        children = {}
-        for rank in range(RANKS):
-            folder.joinpath(f"rank{rank}.json").unlink(missing_ok=True)
-            if (pid := os.fork()) == 0:
-                be_rank(rank, port, kwargs)
-            children[rank] = pid
-        statuses = {}
-        while len(statuses) < RANKS:
-            if time.monotonic() - began > timeout_s:
-                for rank in set(children) - set(statuses):
-                    os.kill(children[rank], signal.SIGKILL)
-                timeout_s = 1e9
-                statuses |= dict.fromkeys(set(children) - set(statuses), "time limit")
-            for rank, pid in children.items():
-                if rank not in statuses and (ended := os.waitpid(pid, os.WNOHANG))[0]:
-                    statuses[rank] = os.waitstatus_to_exitcode(ended[1])
-            time.sleep(0.01)
-        notes = [folder / f"rank{rank}.json" for rank in range(RANKS)]
-        answer = {
-            "statuses": [statuses[rank] for rank in range(RANKS)],
-            "notes": [json.loads(p.read_text()) if p.exists() else {} for p in notes],
-            "seconds": time.monotonic() - began,
-        }
-        print(json.dumps(answer), flush=True)
-
-
-def be_rank(rank: int, port: int, kwargs: dict) -> None:
+def be_rank(folder, **kwargs) -> None:
     """Be a rank of one job; never returns."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
-    log = os.open(f"{kwargs['folder']}/rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    rank = int(os.environ["RANK"])
+    log = os.open(f"{folder}/rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:
-        job(rank, **kwargs)
+        job(rank, folder, **kwargs)
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         os._exit(3)

@@ -85,15 +85,9 @@ class StandingRanks:
         """
         if not self._processes:
             self._start()
-        folder = _make_folder(self._tmp_path, kwargs)
-        results = [folder / f"rank{rank}.pt" for rank in range(self._world_size)]
         try:
-            for process in self._processes:
-                with suppress(BrokenPipeError):  # it has died: _wait says of what
-                    process.stdin.write(
-                        f"{function.__module__} {function.__name__} {folder}\n".encode()
-                    )
-                    process.stdin.flush()
+            folder = self._send(function, kwargs)
+            results = [folder / f"rank{rank}.pt" for rank in range(self._world_size)]
             _wait(self._processes, self._logs, timeout_s, results)
         except BaseException:  # an interrupt too must leave no process behind
             self.close()
@@ -105,6 +99,27 @@ class StandingRanks:
         loaded = [torch.load(path, weights_only=False) for path in results]
         shutil.rmtree(folder)
         return loaded
+
+    def run_to_the_end(self, function, timeout_s: float, **kwargs) -> list[int | None]:
+        """Return the exit statuses of ranks that a function ends, None where it has not in time."""
+        self._start()
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._send(function, kwargs)
+            return [one.wait(max(0, deadline - time.monotonic())) for one in self._processes]
+        finally:
+            self.close()
+
+    def _send(self, function, kwargs: dict) -> Path:
+        """Have the ranks run a function; return the folder of its arguments and results."""
+        folder = _make_folder(self._tmp_path, kwargs)
+        for process in self._processes:
+            with suppress(BrokenPipeError):  # it has died: _wait says of what
+                process.stdin.write(
+                    f"{function.__module__} {function.__name__} {folder}\n".encode()
+                )
+                process.stdin.flush()
+        return folder
 
     def close(self) -> list[int]:
         """End all processes and return their statuses."""
