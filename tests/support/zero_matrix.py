@@ -29,17 +29,9 @@ PRECISIONS = {
 class Cell:
     """One mode of ZeRO and what is varied with it.
 
-    Attributes:
-        stage: of ZeRO.
-        offload: device of the optimizer, None without offload.
-        precision: one of PRECISIONS.
-        model: one of MODELS.
-        zero: more of the section `zero_optimization`.
-        options: more sections.
-        poisoned: the step in which the second rank has an infinite loss, if any.
-        client_scheduler: whether the program brings a learning-rate scheduler of its own.
-        resumes: whether fp32 AdamW resumes exactly in a fresh engine, and we must.
-        quick: whether `make test` runs it; `make test-slow` runs all others.
+    `precision` and `model` are of PRECISIONS and MODELS; `zero` and `options` are more of the
+    config.  In the step `poisoned` the second rank has an infinite loss.  `resumes` says whether
+    fp32 AdamW resumes exactly in a fresh engine, and we must.  `make test` runs the `quick` cells.
     """
 
     stage: int
@@ -282,34 +274,26 @@ def train(engine, cell, steps):
 
 
 def run_cell(name, folder):
-    """Train, save and go on; load into a fresh engine and go on; train fp32 AdamW."""
-    cell = CELLS[name]
-    engine = make(cell, "Adam8bitBlockwise")
-    log = train(engine, cell, range(SAVED_AFTER))
-    result = {"wrapper": type(engine.optimizer).__name__, "before": held(engine)}
-    engine.save_checkpoint(folder, tag=name)
-    result["log"] = log + train(engine, cell, range(SAVED_AFTER, STEPS))
-    result["after"] = held(engine)
-    ours = weakref.ref(base_optimizer(engine))
-    engine.destroy()
-    engine = make(cell, "Adam8bitBlockwise")
-    path, _ = engine.load_checkpoint(folder, tag=name)
-    assert path is not None
-    result["loaded"] = held(engine)
-    result["resumed log"] = train(engine, cell, range(SAVED_AFTER, STEPS))
-    result["resumed"] = held(engine)
-    engine.destroy()
-    engine = make(cell, "AdamW")
-    log = train(engine, cell, range(SAVED_AFTER))
-    engine.save_checkpoint(folder, tag=f"{name} AdamW")
-    result["AdamW log"] = log + train(engine, cell, range(SAVED_AFTER, STEPS))
-    engine.destroy()
-    engine = make(cell, "AdamW")
-    engine.load_checkpoint(folder, tag=f"{name} AdamW")
-    result["AdamW resumed log"] = train(engine, cell, range(SAVED_AFTER, STEPS))
-    theirs = weakref.ref(base_optimizer(engine))
-    engine.destroy()
-    del engine
-    gc.collect()
-    result["kept"], result["AdamW kept"] = (ref() is not None for ref in (ours, theirs))
+    """Train, save and go on; load into a fresh engine and go on; the same with fp32 AdamW."""
+    cell, result = CELLS[name], {}
+    for prefix, optimizer in (("", "Adam8bitBlockwise"), ("AdamW ", "AdamW")):
+        engine, tag = make(cell, optimizer), f"{name} {optimizer}"
+        log = train(engine, cell, range(SAVED_AFTER))
+        result[f"{prefix}before"] = held(engine)
+        engine.save_checkpoint(folder, tag=tag)
+        result[f"{prefix}log"] = log + train(engine, cell, range(SAVED_AFTER, STEPS))
+        result[f"{prefix}after"] = held(engine)
+        result[f"{prefix}wrapper"] = type(engine.optimizer).__name__
+        engine.destroy()
+        engine = make(cell, optimizer)
+        path, _ = engine.load_checkpoint(folder, tag=tag)
+        assert path is not None
+        result[f"{prefix}loaded"] = held(engine)
+        result[f"{prefix}resumed log"] = train(engine, cell, range(SAVED_AFTER, STEPS))
+        result[f"{prefix}resumed"] = held(engine)
+        left = weakref.ref(base_optimizer(engine))
+        engine.destroy()
+        del engine
+        gc.collect()
+        result[f"{prefix}kept"] = left() is not None
     return result

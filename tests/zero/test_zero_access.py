@@ -2,7 +2,6 @@
 """DeepSpeed's access to single moments, and states that arrive from elsewhere."""
 
 import copy
-import math
 from dataclasses import replace
 
 import pytest
@@ -97,25 +96,16 @@ def set_first_piece(store, **change):
 
 
 def load_states():
-    """Load a state dict: as it is, into another codec, and damaged ones."""
+    """Load a state dict into another codec, and of parameters that had other names."""
     engine = make_engine(config(), Bag())
     take_step(engine, 0)
     saved = copy.deepcopy(base_optimizer(engine).state_dict())
     result = {"saved": held(engine)}
 
-    fresh = make_engine(config(), Bag())
-    base_optimizer(fresh).load_state_dict(saved)
     with warned() as lines:
         other = make_engine(config(codec="dynamic"), Bag())
         base_optimizer(other).load_state_dict(copy.deepcopy(saved))
-    result |= {"verbatim": held(fresh), "other codec": held(other), "errors": {}, "lines": lines}
-    take_step(fresh, 1)
-    (state,) = saved["state"].values()
-    result["source after a step"] = {which: plain(state[which]) for which in MOMENTS}
-    take_step(engine, 1)
-    base_optimizer(engine).load_state_dict(saved)
-    result["back"] = held(engine)
-
+    result |= {"other codec": held(other), "lines": lines}
     renamed = copy.deepcopy(saved)
     (state,) = renamed["state"].values()
     for which in MOMENTS:
@@ -124,23 +114,9 @@ def load_states():
     base_optimizer(fresh).load_state_dict(renamed)
     result["renamed"] = held(fresh)
     take_step(fresh, 1)
+    result["source after a step"] = {which: plain(state[which]) for which in MOMENTS}
     (state,) = base_optimizer(fresh).state.values()
     result["renamed, a step on"] = state["history"]
-
-    for name in ("another range", "a scale of NaN"):
-        broken = copy.deepcopy(saved)
-        (state,) = broken["state"].values()
-        store = state["exp_avg"].store
-        if name == "a scale of NaN":
-            store.scales[0] = math.nan
-        else:  # of as many blocks, so that only the places differ
-            first, (rows, *row) = store.table.pieces[0].first, store.table.pieces[0].shape
-            set_first_piece(store, first=first + math.prod(row), shape=(rows + 1, *row))
-        try:
-            base_optimizer(engine).load_state_dict(broken)
-        except ValueError as error:
-            result["errors"][name] = str(error)
-    result["after errors"] = held(engine)
     return result
 
 
@@ -259,15 +235,6 @@ def test_moments_that_were_written_have_an_unknown_history(ranks, stage):
         assert all(state["history"] > 1e38 for state, yes in zip(on, touched, strict=True) if yes)
 
 
-def test_state_dict_loads_verbatim_into_a_fresh_and_a_stepped_optimizer(ranks):
-    for rank in ranks:
-        load = rank["load"]
-        for name in ("verbatim", "back"):
-            for got, saved in zip(load[name]["states"], load["saved"]["states"], strict=True):
-                for key in (*MOMENTS, "step", "history", "pieces"):
-                    assert difference(got[key], saved[key]) == "", (name, key)
-
-
 def test_state_dict_that_was_loaded_does_not_follow_the_optimizer(ranks):
     for rank in ranks:
         (saved,) = rank["load"]["saved"]["states"]
@@ -307,14 +274,6 @@ def test_state_dict_of_another_codec_logs_one_line_on_rank_0(ranks):
             forms = [f"codec={name!r}, block_size=256" for name in (DEFAULT_CODEC, "dynamic")]
             expected = f"zero8: moments were saved with {forms[0]} and loaded with"
             assert line.startswith(f"{expected} {forms[1]},")
-
-
-def test_state_dict_of_another_partition_is_refused_and_changes_nothing(ranks):
-    for rank in ranks:
-        errors = rank["load"]["errors"]
-        assert "holds other ranges of parameters" in errors["another range"]
-        assert "got a scale that is not finite" in errors["a scale of NaN"]
-        assert difference(rank["load"]["after errors"], rank["load"]["back"]) == ""
 
 
 def test_offload_and_reload_of_states_changes_nothing(ranks):

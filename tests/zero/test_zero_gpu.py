@@ -52,7 +52,7 @@ CELLS = (
 )
 CHECKS = (
     matrix.test_losses_fall_and_follow_fp32_adamw,
-    matrix.test_masters_are_in_the_precision_that_the_config_asks_for,
+    matrix.test_state_is_complete_and_masters_have_the_precision_that_the_config_asks_for,
     matrix.test_steps_that_overflow_are_skipped_as_with_adamw_and_no_others,
     matrix.test_resume_in_a_fresh_engine_is_bit_identical,
     matrix.test_destroyed_engine_keeps_states_alive_only_where_it_keeps_adamws,

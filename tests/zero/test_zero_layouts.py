@@ -275,14 +275,6 @@ def test_layout_without_zero_equals_plain_optimizer_on_each_rank(two_ranks, name
     assert_each_equals_reference([layouts[name] for layouts, *_ in two_ranks], name)
 
 
-def test_layout_on_one_rank_equals_plain_optimizer_in_all_blocks(standing_ranks):
-    names = ("zero2 offload", "zero2 offload, bf16 masters", "zero3 offload, groups")
-    layouts = {name: LAYOUTS[name] for name in names}
-    (held_here,) = standing_ranks(1).run(step_layouts, layouts=layouts)
-    for name in names:
-        assert_equals_reference([held_here[name]], name, LAYOUTS[name], cut_per_param=0)
-
-
 @each(LAYOUTS)
 def test_memory_report_lists_what_the_rank_holds(two_ranks, name):
     for rank, (layouts, *_) in enumerate(two_ranks):
