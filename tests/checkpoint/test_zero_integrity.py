@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of the engine on two ranks: complete and verified, or an error on both."""
 
-import logging
 import os
 import re
 import resource
 import shutil
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
-from deepspeed.checkpoint.constants import CHECKPOINT_PARALLEL_DIMS
 from deepspeed.utils import groups
+from log_lines import warned
 from moment_samples import flipped_in
 from needs import need_nvme
 from nests import difference
@@ -22,13 +21,20 @@ from nvme_worker import held_everywhere, make_tower, nvme_config
 from ranks import error_of, run_ranks
 from zero_worker import base_optimizer, config, held, make_engine, train
 
-from zero8.deepspeed import load as checkpoint_load
 from zero8.deepspeed import save as checkpoint_save
 from zero8.files import tags
 from zero8.files.manifest import MANIFEST, MARKER
 from zero8.files.tags import locked, seal, verify
 
 RANK = int(os.environ.get("RANK", 0))
+RANK_1 = "*pp_rank_1_*optim*"
+
+
+def together(function, *args):
+    """Call a function on rank 0 while the other waits."""
+    if RANK == 0:
+        function(*args)
+    torch.distributed.barrier()
 
 
 def flip(path):
@@ -50,95 +56,62 @@ def cut(path):
 
 
 def from_other_rank(path):
-    """Replace a file by that of another rank."""
     shutil.copyfile(path.with_name(path.name.replace("pp_rank_1", "pp_rank_0")), path)
 
 
 def from_other_tag(path):
-    """Replace a file of the tag "new" by that of "old"."""
     shutil.copyfile(path.parent.parent / "old" / path.name, path)
 
 
-KINDS = {
-    "model": "new/*model_states.pt",
-    "rank 0": "new/*pp_rank_0_*optim*",
-    "rank 1": "new/*pp_rank_1_*optim*",
-}
+def names(text):
+    return lambda path: path.write_bytes(text)
+
+
+def one_too_many(path):
+    shutil.copyfile(path, path.with_name("mp_rank_07_model_states.pt"))
+
+
+# --- What is damaged -----------------------------------------------------------------------------
+
+# The file, what happens to it, and what the error says.
+MODEL, OTHER = "new/*model_states.pt", f"new/{RANK_1}"
+BY_RANK_1 = "optim_states.pt (written by rank 1)"
 DAMAGES = {
-    f"{kind}, {name}": (pattern, damage)
-    for kind, pattern in KINDS.items()
-    for name, damage in {
-        "flipped": flip,
-        "cut": cut,
-        "missing": os.remove,
-        "of another tag": from_other_tag,
-    }.items()
+    "model, flipped": (MODEL, flip, "model_states.pt (written by rank 0): contents differ"),
+    "model, missing": (MODEL, os.remove, "model_states.pt (written by rank 0): missing"),
+    "rank 1, flipped": (OTHER, flip, f"{BY_RANK_1}: contents differ"),
+    "rank 1, cut": (OTHER, cut, f"{BY_RANK_1}: truncated: got"),
+    "rank 1, missing": (OTHER, os.remove, f"{BY_RANK_1}: missing"),
+    "rank 1, of another tag": (OTHER, from_other_tag, BY_RANK_1),
+    "rank 1, of another rank": (OTHER, from_other_rank, BY_RANK_1),
+    "manifest, flipped": (f"new/{MANIFEST}", flip, "zero8_manifest.json"),
+    "latest, garbage": ("latest", names(b"\xff\0new"), "checkpoints/latest"),
+    "latest, of nothing": ("latest", names(b"none"), "there is no such checkpoint"),
+    "a file too many": (MODEL, one_too_many, "mp_rank_07_model_states.pt: not in the manifest"),
 }
-DAMAGES |= {
-    "rank 1, of another rank": (KINDS["rank 1"], from_other_rank),
-    "manifest, flipped": (f"new/{MANIFEST}", flip),
-    "manifest, cut": (f"new/{MANIFEST}", cut),
-    "latest, garbage": ("latest", lambda path: path.write_bytes(b"\xff\0new")),
-    "latest, empty": ("latest", lambda path: path.write_bytes(b"")),
-    "latest, of nothing": ("latest", lambda path: path.write_bytes(b"none")),
-    "a file too many": (
-        KINDS["model"],
-        lambda path: shutil.copyfile(path, path.with_name("mp_rank_07_model_states.pt")),
-    ),
-}
+LAYOUTS = {"zero2 offload": config(), "zero3 offload, bf16": config(stage=3, dtype={})}
+NAMES = ["zero2 offload", pytest.param("zero3 offload, bf16", marks=pytest.mark.slow)]
 
 
-def together(function, *args):
-    """Call a function on rank 0 while the other waits."""
-    if RANK == 0:
-        function(*args)
-    torch.distributed.barrier()
-
-
-def damage_and_load(engine, folder, damages):
-    """Return what loading raises, by damage, and what that changed; all is whole afterwards."""
-    errors, whole, before = {}, f"{folder} whole", held(engine)
+def meet_damages(ds_config, folder, names):
+    """Save twice, train on; load what is damaged in one way after another, and what is whole."""
+    engine, errors, whole = make_engine(ds_config), {}, f"{folder} whole"
+    for step, tag in enumerate(("old", "new")):
+        train(engine, 1, first=step)
+        engine.save_checkpoint(folder, tag=tag)
+    saved = held(engine)
+    train(engine, 1, first=2)
+    before = held(engine)
     together(shutil.copytree, folder, whole)
-    for name, (pattern, damage) in damages.items():
+    for name in names:
+        pattern, damage, _ = DAMAGES[name]
         together(lambda p=pattern, d=damage: d(min(Path(folder).glob(p))))
         errors[name] = error_of(engine.load_checkpoint, folder)
         torch.distributed.barrier()
         together(lambda: (shutil.rmtree(folder), shutil.copytree(whole, folder)))
-    return errors, difference(before, held(engine))
-
-
-def save_twice(engine, folder):
-    """Train and save "old", train and save "new"; return what was saved as "new"."""
-    train(engine, 1)
-    engine.save_checkpoint(folder, tag="old")
-    train(engine, 1, first=1)
-    engine.save_checkpoint(folder, tag="new")
-    return held(engine)
-
-
-def meet_damages(ds_config, folder, names):
-    """Save, train on, load what is damaged, and then what is whole."""
-    engine = make_engine(ds_config)
-    saved = save_twice(engine, folder)
-    train(engine, 1, first=2)
-    errors, changed = damage_and_load(engine, folder, {name: DAMAGES[name] for name in names})
-    path, _ = engine.load_checkpoint(folder)
-    loaded = difference(saved, held(engine))
-    losses = train(engine, 1, first=2)
-    engine.destroy()
-    return {"errors": errors, "changed": changed, "loaded": loaded, "path": path, "losses": losses}
-
-
-LAYOUTS = {
-    "zero1": config(stage=1, offload=None),
-    "zero2 offload": config(stage=2),
-    "zero3": config(stage=3, offload=None),
-    "zero3 offload, bf16": config(stage=3, dtype={}),
-}
-QUICK = ("zero2 offload",)
-NAMES = [
-    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow, id=name) for name in LAYOUTS
-]
+    changed = difference(before, held(engine))
+    engine.load_checkpoint(folder)
+    return {"errors": errors, "changed": changed, "loaded": difference(saved, held(engine))}
 
 
 @pytest.fixture(scope="module")
@@ -157,30 +130,12 @@ def damaged(standing_ranks, tmp_path_factory):
 @pytest.mark.parametrize("name", NAMES)
 def test_load_of_a_damaged_checkpoint_is_an_error_on_both_ranks_and_changes_nothing(damaged, name):
     ranks, _ = damaged(name)
-    for rank in ranks:
-        assert [what for what in DAMAGES if rank["errors"][what] is None] == []
-        assert rank["changed"] == ""
-        # Once the files are whole again.
-        assert rank["path"] is not None and rank["loaded"] == ""
     assert ranks[0]["errors"] == ranks[1]["errors"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_load_of_a_damaged_checkpoint_names_file_writer_and_reason(damaged, name):
-    errors = damaged(name)[0][0]["errors"]
-    reasons = {"flipped": "contents differ", "cut": "truncated: got", "missing": "missing"}
-    for what, (kind, message) in errors.items():
-        part, _, damage = what.partition(", ")
-        if part in KINDS:
-            assert kind == "ValueError"
-            assert "states.pt (written by rank" in message and "Nothing has been loaded" in message
-            assert reasons.get(damage, "") in message, what
-        if part.startswith("rank"):
-            assert f"optim_states.pt (written by {part})" in message
-    assert "zero8_manifest.json" in errors["manifest, flipped"][1]
-    assert "checkpoints/latest" in errors["latest, garbage"][1]
-    assert "mp_rank_07_model_states.pt: not in the manifest" in errors["a file too many"][1]
-    assert errors["latest, of nothing"][0] == "FileNotFoundError"
+    for what, (kind, message) in ranks[0]["errors"].items():
+        assert DAMAGES[what][2] in message and "Nothing has been loaded" in message, message
+        assert kind == ("FileNotFoundError" if what == "latest, of nothing" else "ValueError")
+    for rank in ranks:
+        assert (rank["changed"], rank["loaded"]) == ("", "")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -203,57 +158,46 @@ def test_load_of_a_damaged_checkpoint_is_the_error_that_readme_shows(block, dama
 def test_save_leaves_a_complete_tag_with_every_file_and_its_writer(damaged, name):
     _, folder = damaged(name)
     manifest = verify(folder / "new")
-    assert manifest.world_size == 2
-    assert {file.rank for file in manifest.files} == {0, 1}
-    names = {path.name for path in (folder / "new").iterdir()} - {MANIFEST}
-    assert {file.path for file in manifest.files} == names
+    assert manifest.world_size == 2 and {file.rank for file in manifest.files} == {0, 1}
+    there = {path.name for path in (folder / "new").iterdir()} - {MANIFEST}
+    assert {file.path for file in manifest.files} == there
     assert [tag.name for tag in tags.complete_tags(folder)] == ["old", "new"]
     assert tags.read_latest(folder) == "new"
-    assert not (folder / "new" / MARKER).exists()
 
 
 # --- Which tag is loaded -------------------------------------------------------------------------
 
+# What is asked for: the steps of what is loaded, or what the error says; what the log of rank 0
+# says, and that of rank 1 does not.
+CHOICES = {
+    "latest": (2, ""),
+    "explicit": (3, ""),
+    "no latest": (3, "has no file 'latest'; loading the newest complete, third"),
+    "explicit torn": ("torn is incomplete: saving it was interrupted", ""),
+    "explicit missing": ("there is no such checkpoint", ""),
+    "damaged, not allowed": ("complete tags: first, second. To load the previous one", ""),
+    "damaged, allowed": (2, "checkpoints/second instead"),
+    "damaged, explicit": ("third is damaged", ""),
+    "two damaged, allowed": (1, "checkpoints/first instead"),
+    "torn, allowed": (1, "checkpoints/first instead"),
+    "all damaged, allowed": ("torn is incomplete", ""),
+}
 
-@contextmanager
-def logged():
-    """Yield a list that gets what zero8 logs in the block."""
-    lines, handler = [], logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("zero8")
-    logger.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
 
-
-ALLOWED = {"zero8": {"load_previous_if_damaged": True}}
-
-
-def damage(folder, tag, pattern="*pp_rank_1_*optim*"):
+def damage(folder, tag, pattern=RANK_1):
     together(lambda: flip(min(Path(folder, tag).glob(pattern))))
 
 
-def tear(folder, tag):
-    """Leave a tag as a save that was interrupted does."""
-    together(lambda: tags.begin(Path(folder, tag), 9, is_part=lambda path: False))
-
-
 def load_by_tag(folder):
-    """Return for each way to ask for a tag: what came, what was logged, steps taken."""
-    strict, allowing = (make_engine(config() | section) for section in ({}, ALLOWED))
+    """Return for each of CHOICES: the error, what was logged, steps taken."""
+    allowed = {"zero8": {"load_previous_if_damaged": True}}
+    strict, allowing = (make_engine(config() | section) for section in ({}, allowed))
     found = {}
 
     def load(name, engine, **kwargs):
-        result = {}
-
-        def call():
-            result["path"] = engine.load_checkpoint(folder, **kwargs)[0]
-
-        with logged() as lines:
-            result["error"] = error_of(call)
-        found[name] = result | {"log": lines, "steps": engine.global_steps}
+        with warned() as lines:
+            error = error_of(engine.load_checkpoint, folder, **kwargs)
+        found[name] = {"error": error, "log": "\n".join(lines), "steps": engine.global_steps}
         torch.distributed.barrier()
 
     for step, tag in enumerate(("first", "second", "third")):
@@ -264,7 +208,7 @@ def load_by_tag(folder):
     together(os.remove, f"{folder}/latest")
     load("no latest", strict)
     together(tags.write_latest, Path(folder), "third")
-    tear(folder, "torn")
+    together(lambda: tags.begin(Path(folder, "torn"), 9, is_part=lambda path: False))
     load("explicit torn", allowing, tag="torn")
     load("explicit missing", allowing, tag="none")
     damage(folder, "third")
@@ -286,62 +230,19 @@ def by_tag(standing_ranks, tmp_path_factory):
     return standing_ranks(2).run(load_by_tag, timeout_s=240, folder=str(folder))
 
 
-def loaded(ranks, name):
-    """Return the steps of the checkpoint that all ranks loaded, and rank 0's log."""
-    assert [rank[name]["error"] for rank in ranks] == [None, None], name
-    assert len({rank[name]["steps"] for rank in ranks}) == 1
-    return ranks[0][name]["steps"], ranks[0][name]["log"]
-
-
-def refused(ranks, name):
-    """Return the message of what all ranks raised."""
-    first, second = (rank[name]["error"] for rank in ranks)
-    assert first == second and first is not None, name
-    return first[1]
-
-
-def test_load_takes_what_latest_names_or_what_is_asked_for(by_tag):
-    assert loaded(by_tag, "latest")[0] == 2
-    assert loaded(by_tag, "explicit")[0] == 3
-
-
-def test_load_without_latest_takes_the_newest_complete_and_says_so(by_tag):
-    steps, log = loaded(by_tag, "no latest")
-    assert steps == 3
-    assert any("has no file 'latest'; loading the newest complete, third" in line for line in log)
-
-
-def test_load_of_a_damaged_checkpoint_takes_the_one_before_only_if_allowed(by_tag):
-    message = refused(by_tag, "damaged, not allowed")
-    assert "complete tags: first, second" in message and "load_previous_if_damaged" in message
-    steps, log = loaded(by_tag, "damaged, allowed")
-    assert steps == 2
-    (line,) = [line for line in log if "instead" in line]
-    assert "checkpoints/second instead" in line and "checkpoints/third is damaged" in line
-    assert by_tag[1]["damaged, allowed"]["log"] == []
-    assert loaded(by_tag, "two damaged, allowed")[0] == 1
-    assert loaded(by_tag, "torn, allowed")[0] == 1
-
-
-def test_load_of_an_explicit_tag_never_takes_another(by_tag):
-    assert "third is damaged" in refused(by_tag, "damaged, explicit")
-    assert "torn is incomplete: saving it was interrupted" in refused(by_tag, "explicit torn")
-    assert "there is no such checkpoint" in refused(by_tag, "explicit missing")
-
-
-def test_load_with_nothing_whole_left_lists_all_that_is_wrong(by_tag):
-    message = refused(by_tag, "all damaged, allowed")
-    for part in ("torn is incomplete", "first is damaged", "pp_rank_1_mp_rank_00_optim_states.pt"):
-        assert part in message
+@pytest.mark.parametrize("name", CHOICES)
+def test_load_takes_the_tag_that_is_asked_for_or_one_before_only_if_allowed(by_tag, name):
+    expected, log = CHOICES[name]
+    first, second = (rank[name] for rank in by_tag)
+    assert first["error"] == second["error"] and first["steps"] == second["steps"]
+    if isinstance(expected, int):
+        assert (first["error"], first["steps"]) == (None, expected)
+    else:
+        assert expected in first["error"][1]
+    assert log in first["log"] and not (log and second["log"])
 
 
 # --- Other ways to save and load -----------------------------------------------------------------
-
-
-def exchange_rank_1s(folder, source, target):
-    """Have rank 1's states of one tag be those of another."""
-    (states,) = Path(folder, source).glob("*pp_rank_1_*optim*")
-    shutil.copyfile(states, Path(folder, target, states.name))
 
 
 def save_and_load_otherwise(folder):
@@ -352,8 +253,17 @@ def save_and_load_otherwise(folder):
     for tag in "abcd":
         engine.save_checkpoint(f"{folder}/kept", tag=tag)
     torch.distributed.barrier()
-    found["kept"] = sorted(path.name for path in Path(folder, "kept").iterdir())
+    found["kept"] = sorted(path.name for path in Path(folder, "kept").iterdir() if path.is_dir())
     engine = make_engine(config())
+
+    def load(name, tag=None):
+        found[name] = error_of(engine.load_checkpoint, folder, tag=tag)
+        torch.distributed.barrier()
+
+    def save(name, engine=engine, **options):
+        found[name] = error_of(engine.save_checkpoint, folder, **options)
+        torch.distributed.barrier()
+
     train(engine, 1)
     engine.save_checkpoint(folder, tag="one")
     for rank in range(2):
@@ -361,78 +271,57 @@ def save_and_load_otherwise(folder):
             base_optimizer(engine), "load_state_dict", side_effect=ValueError("bad")
         )
         with refuse if RANK == rank else nullcontext():
-            found[f"refused by rank {rank}"] = error_of(engine.load_checkpoint, folder)
-        torch.distributed.barrier()
+            load(f"refused by rank {rank}")
     together(os.remove, f"{folder}/one/{MANIFEST}")
-    with logged() as lines:
-        found["old"] = [error_of(engine.load_checkpoint, folder) for _ in range(2)]
-    found["old log"] = lines
+    with warned() as lines:
+        load("no manifest")
+    found["no manifest, log"] = "\n".join(lines)
     train(engine, 2)
     engine.save_checkpoint(folder, tag="two", save_latest=False)
     together(os.remove, f"{folder}/two/{MANIFEST}")
-    together(lambda: exchange_rank_1s(folder, "one", "two"))
-    found["mixed"] = error_of(engine.load_checkpoint, folder, tag="two")
-    torch.distributed.barrier()
-    together(lambda: flip_a_code(min(Path(folder, "two").glob("*pp_rank_1_*optim*"))))
-    found["old, flipped"] = error_of(engine.load_checkpoint, folder, tag="two")
-    torch.distributed.barrier()
+    states, *_ = Path(folder, "one").glob(RANK_1)
+    together(shutil.copyfile, states, Path(folder, "two", states.name))
+    load("mixed", "two")
+    together(flip_a_code, Path(folder, "two", states.name))
+    load("no manifest, flipped", "two")
     engine = make_engine(config())
-    damage(folder, "one")
-    together(lambda: cut(min(Path(folder, "one").glob("*pp_rank_1_*optim*"))))
-    found["old, cut"] = error_of(engine.load_checkpoint, folder)
-    torch.distributed.barrier()
+    together(cut, states)
+    load("no manifest, cut")
     together(shutil.copytree, f"{folder}/kept/d", f"{folder}/sealed")
     together(os.remove, f"{folder}/sealed/{MANIFEST}")
     together(seal, Path(folder, "sealed"))
-    found["sealed"] = error_of(engine.load_checkpoint, folder, tag="sealed")
-    torch.distributed.barrier()
+    load("sealed", "sealed")
     damage(folder, "sealed")
-    found["sealed, damaged"] = error_of(engine.load_checkpoint, folder, tag="sealed")
-    found["again"] = error_of(engine.save_checkpoint, folder, tag="one")
-    found["again loaded"] = error_of(engine.load_checkpoint, folder)
+    load("sealed, damaged", "sealed")
+    save("again", engine, tag="one")
+    load("again, loaded")
     # A job of its own holds the lock.
     with locked(Path(folder)) if RANK == 0 else nullcontext():
         torch.distributed.barrier()
-        found["locked"] = error_of(engine.save_checkpoint, folder, tag="other")
-    found["reserved"] = error_of(
-        engine.save_checkpoint, folder, tag="x", client_state={CHECKPOINT_PARALLEL_DIMS: 1}
-    )
-    found["unpicklable"] = error_of(
-        engine.save_checkpoint, folder, tag="x", client_state={"f": lambda: None}
-    )
-    found["after errors"] = error_of(engine.load_checkpoint, folder)
-    with logged() as lines:
-        engine.save_checkpoint(folder, tag=f"own{RANK}", save_latest=False)
-    found["own tags"] = lines
-    found["own tags loaded"] = error_of(engine.load_checkpoint, folder, tag=f"own{RANK}")
+        save("locked", engine, tag="other")
+    save("unpicklable", engine, tag="x", client_state={"f": lambda: None})
+    load("after errors")
+    with warned() as lines:
+        save("own tags", engine, tag=f"own{RANK}", save_latest=False)
+    found["own tags, log"] = "\n".join(lines)
     unseen = patch.object(tags, "note_of", return_value=None) if RANK == 1 else nullcontext()
-    with patch.object(checkpoint_save, "VISIBLE_WITHIN_S", 0.1), unseen, logged() as lines:
-        engine.save_checkpoint(folder, tag="unseen")
-    found["unseen"] = lines, error_of(engine.load_checkpoint, folder)
+    with patch.object(checkpoint_save, "VISIBLE_WITHIN_S", 0.1), unseen, warned() as lines:
+        save("not shared", engine, tag="unseen")
+    found["not shared, log"] = "\n".join(lines)
+    load("not shared, loaded")
     meshed = make_engine(config(stage=3), mesh_param=(1, 2))
     groups.mesh_device = None  # DeepSpeed does not forget it
     train(meshed, 1)
-    foreseen = patch.object(checkpoint_save, "_main_files", return_value=[])
-    for name, what in {"same files": nullcontext(), "same files, unforeseen": foreseen}.items():
-        with what:
-            found[name] = error_of(meshed.save_checkpoint, f"{folder}/meshed", tag="one")
-        torch.distributed.barrier()
-        found[f"{name}, left"] = sorted(
-            path.name for path in Path(folder, "meshed").glob("**/*") if "zero8" in path.name
-        )
-        torch.distributed.barrier()
-    local = make_engine(config() | {"checkpoint": {"use_node_local_storage": True}})
-    train(local, 1)
-    local.save_checkpoint(f"{folder}/local", tag="one")
-    adamw = make_engine(config(optimizer="AdamW"))
-    train(adamw, 1)
-    adamw.save_checkpoint(f"{folder}/adamw", tag="one")
-    found["adamw"] = error_of(adamw.load_checkpoint, f"{folder}/adamw")
-    torch.distributed.barrier()
-    for name in ("local", "adamw"):
-        paths = [*Path(folder, name).iterdir(), *Path(folder, name, "one").iterdir()]
-        found[f"{name} files"] = [path.name for path in paths]
-        found[f"{name} latest"] = Path(folder, name, "latest").read_bytes()
+    save("same files", meshed, tag="meshed")
+    load("after the same files")
+    for name, ds_config in {
+        "local": config() | {"checkpoint": {"use_node_local_storage": True}},
+        "adamw": config(optimizer="AdamW"),
+    }.items():
+        other = make_engine(ds_config)
+        train(other, 1)
+        other.save_checkpoint(f"{folder}/{name}", tag="one")
+    found["adamw"] = error_of(other.load_checkpoint, f"{folder}/adamw")
     return found
 
 
@@ -442,94 +331,58 @@ def otherwise(standing_ranks, tmp_path_factory):
     return standing_ranks(2).run(save_and_load_otherwise, timeout_s=240, folder=str(folder)), folder
 
 
-def of_both(otherwise, name):
-    return [rank[name] for rank in otherwise[0]]
-
-
 ERRORS = {
     "refused by rank 0": (("ValueError", "bad"), ("ValueError", "rank 0: ValueError: bad")),
     "refused by rank 1": (("ValueError", "rank 1: ValueError: bad"), ("ValueError", "bad")),
     "mixed": (("ValueError", "different steps, rank by rank [3, 1]"),) * 2,
-    "old, flipped": (
+    "no manifest, flipped": (
         ("ValueError", "rank 1: ValueError: 8-bit moment exp_avg_sq of "),
         ("ValueError", "8-bit moment exp_avg_sq of "),
     ),
-    "old, cut": (("OSError", "rank 1: "), ("RuntimeError", "")),
+    "no manifest, cut": (("OSError", "rank 1: "), ("RuntimeError", "")),
     "sealed, damaged": (("ValueError", "contents differ"),) * 2,
     "locked": (("OSError", "another job saves into this folder, or prunes it: process"),) * 2,
-    "reserved": (("KeyError", ""),) * 2,
     "unpicklable": (("OSError", "x is incomplete: rank 0: "),) * 2,
+    "same files": (("ValueError", "parallel_state_sp"),) * 2,
 }
 """What each rank raises."""
-FINE = ("sealed", "again", "again loaded", "after errors", "adamw")
+FINE = (
+    "no manifest",
+    "sealed",
+    "again",
+    "again, loaded",
+    "after errors",
+    "own tags",
+    "not shared",
+    "not shared, loaded",
+    "after the same files",
+    "adamw",
+)
+LOGGED = {
+    "no manifest": "checkpoints/one is not verified",
+    "own tags": "without a manifest: ranks save different tags",
+    "not shared": "not all ranks see the files of rank 0",
+}
 
 
 @pytest.mark.parametrize("what", ERRORS)
 def test_trouble_of_one_rank_is_an_error_on_both(what, otherwise):
     """One rank's refusal, a tag without a manifest, another job, what cannot be pickled."""
-    for error, (kind, text) in zip(of_both(otherwise, what), ERRORS[what], strict=True):
-        assert error[0] == kind and text in error[1], error
+    for rank, (kind, text) in zip(otherwise[0], ERRORS[what], strict=True):
+        assert rank[what][0] == kind and text in rank[what][1], rank[what]
 
 
-def test_checkpoints_after_errors_are_saved_and_loaded(otherwise):
-    assert {what: of_both(otherwise, what) for what in FINE} == {w: [None, None] for w in FINE}
-
-
-def test_keep_checkpoints_deletes_the_oldest_after_a_save(otherwise):
-    for names in of_both(otherwise, "kept"):
-        assert [name for name in names if len(name) == 1] == ["c", "d"]
-
-
-def test_load_of_a_tag_without_a_manifest_works_and_says_once_that_it_is_not_verified(otherwise):
-    assert of_both(otherwise, "old") == [[None, None]] * 2
-    (line,) = [line for line in otherwise[0][0]["old log"] if "not verified" in line]
-    assert "checkpoints/one" in line
-    assert otherwise[0][1]["old log"] == []
-
-
-def test_load_of_a_universal_folder_says_that_such_folders_have_no_manifest(tmp_path, caplog):
-    folder = tmp_path / "global_step1_universal"
-    (folder / "zero").mkdir(parents=True)
-    (folder / "mp_rank_00_model_states.pt").touch()
-    assert checkpoint_load._choice_of(tmp_path, folder.name).tag == folder.name
-    assert (
-        "as universal checkpoints have none" in caplog.text and "without zero8" not in caplog.text
-    )
-
-
-def test_save_of_other_tags_on_other_ranks_is_as_deepspeeds(otherwise):
-    for lines in of_both(otherwise, "own tags"):
-        assert any("without a manifest: ranks save different tags" in line for line in lines)
-    folder = otherwise[1]
-    assert not (folder / "own0" / MANIFEST).exists() and not (folder / "own0" / MARKER).exists()
-
-
-def test_save_of_the_same_file_by_two_ranks_is_an_error_on_both(otherwise):
-    for name in ("same files", "same files, unforeseen"):
-        (kind, text), again = of_both(otherwise, name)
-        assert (kind, text) == again and kind == "ValueError"
-        assert "ranks 0 and 1 would both write " in text
-        assert "zero_pp_rank_0_mp_rank_00_model_states.pt" in text and "parallel_state_sp" in text
-    assert of_both(otherwise, "same files, left") == [[], []]
-    # Without a manifest, with a marker: incomplete.
-    assert of_both(otherwise, "same files, unforeseen, left") == [[".zero8_lock", MARKER]] * 2
-    assert not (otherwise[1] / "meshed" / "latest").exists()
-
-
-def test_save_into_a_folder_that_is_not_shared_is_as_deepspeeds(otherwise):
-    for lines, error in of_both(otherwise, "unseen"):
-        assert any("not all ranks see the files of rank 0" in line for line in lines)
-        assert error is None
-    folder = otherwise[1] / "unseen"
-    assert not (folder / MANIFEST).exists() and not (folder / MARKER).exists()
-
-
-@pytest.mark.parametrize("name", ["adamw", "local"])
-def test_save_of_other_optimizers_and_on_local_disks_is_as_deepspeeds(otherwise, name):
-    for files in of_both(otherwise, f"{name} files"):
-        assert "latest" in files
-        assert not [file for file in files if "zero8" in file and not file.endswith(".py")]
-    assert of_both(otherwise, f"{name} latest") == [b"one"] * 2
+def test_checkpoint_that_is_not_covered_works_as_deepspeeds_and_says_so(otherwise):
+    """So do those after errors; other optimizers and local disks leave DeepSpeed's files only."""
+    ranks, folder = otherwise
+    for rank in ranks:
+        assert {what: rank[what] for what in FINE} == dict.fromkeys(FINE)
+        assert rank["kept"] == ["c", "d"]
+    for what, line in LOGGED.items():
+        assert line in ranks[0][f"{what}, log"], what
+    for tag in ("own0", "unseen", "local/one", "adamw/one"):
+        assert not {MANIFEST, MARKER} & {path.name for path in (folder / tag).iterdir()}, tag
+    assert tags.tag_at(folder / "meshed").state == tags.INCOMPLETE
 
 
 def resume_alone(folder):
@@ -543,8 +396,7 @@ def resume_alone(folder):
 def test_load_by_another_number_of_ranks_says_what_to_do(otherwise, standing_ranks):
     ((error, of_module),) = standing_ranks(1).run(resume_alone, folder=str(otherwise[1]))
     assert (error[0], of_module) == ("ValueError", None)
-    assert "was saved by 2 rank(s), this run has 1" in error[1]
-    assert "--to zero" in error[1]
+    assert "was saved by 2 rank(s), this run has 1" in error[1] and "--to zero" in error[1]
 
 
 # --- States on a disk ----------------------------------------------------------------------------
@@ -557,15 +409,18 @@ def save_swapped(folder):
     for _ in range(2):
         engine.save_checkpoint(f"{folder}/checkpoints", tag="new")
     errors = {}
-    for pattern in ("rank*0/zero8-*", "rank*1/zero8-*", "rank*1/[0-9]*"):
-        for name, harm in {"flipped": flip, "cut": cut, "missing": os.remove}.items():
-            together(shutil.copytree, f"{folder}/checkpoints", f"{folder}/whole")
-            files = Path(folder, "checkpoints", "new", "offloaded_tensors")
-            together(lambda f=files, p=pattern, h=harm: h(min(f.glob(p))))
-            errors[pattern, name] = error_of(engine.load_checkpoint, f"{folder}/checkpoints")
-            torch.distributed.barrier()
-            together(shutil.rmtree, f"{folder}/checkpoints")
-            together(shutil.move, f"{folder}/whole", f"{folder}/checkpoints")
+    for pattern, harm in (
+        ("rank*0/zero8-*", flip),
+        ("rank*1/[0-9]*", flip),
+        ("rank*1/zero8-*", cut),
+    ):
+        together(shutil.copytree, f"{folder}/checkpoints", f"{folder}/whole")
+        files = Path(folder, "checkpoints", "new", "offloaded_tensors")
+        together(lambda f=files, p=pattern, h=harm: h(min(f.glob(p))))
+        errors[pattern] = error_of(engine.load_checkpoint, f"{folder}/checkpoints")
+        torch.distributed.barrier()
+        together(shutil.rmtree, f"{folder}/checkpoints")
+        together(shutil.move, f"{folder}/whole", f"{folder}/checkpoints")
     saved = held_everywhere(engine)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if RANK == 1:  # to a program, a disk that is full: while swap files are copied
@@ -589,11 +444,9 @@ def test_checkpoint_of_swapped_states_is_verified_in_every_file_and_resumes(tmp_
     kwargs = {"timeout_s": 600, "folder": str(tmp_path)}
     saved = run_ranks(save_swapped, 2, tmp_path, **kwargs)
     assert saved[0]["errors"] == saved[1]["errors"]
-    for (pattern, name), (kind, message) in saved[0]["errors"].items():
-        reason = {"flipped": "contents differ", "cut": "truncated", "missing": "missing"}[name]
-        writer = pattern[len("rank*")]
-        assert kind == "ValueError" and reason in message, (pattern, name)
-        assert f"(written by rank {writer})" in message and "offloaded_tensors/rank" in message
+    for pattern, (kind, message) in saved[0]["errors"].items():
+        assert kind == "ValueError" and "offloaded_tensors/rank" in message, message
+        assert f"(written by rank {pattern[len('rank*')]})" in message
     for rank in saved:
         kind, message = rank["full"]
         assert kind == "OSError" and "rank 1: " in message

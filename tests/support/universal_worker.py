@@ -17,8 +17,7 @@ class Parts(Bag):
 
 GROUPS = (
     {"names": ("embed", "lora_b", "small"), "lr": 2e-2, "weight_decay": 0.0, "betas": [0.8, 0.99]},
-    {"names": ("wide", "conv", "bias", "unused", "frozen"), "weight_decay": 0.25},
-    {"names": ("single",), "lr": 1e-3},
+    {"names": ("wide", "conv", "bias", "single", "unused", "frozen"), "weight_decay": 0.25},
 )
 
 
@@ -116,12 +115,6 @@ def steps_to_tensors(engine) -> None:
 def error_of_load(ds_config: dict, source: str, grouped: bool = True):
     """Return the error of a load into a new engine."""
     return error_of(engine_of(ds_config, grouped).load_checkpoint, source)
-
-
-def error_of_step(ds_config: dict, source: str):
-    """Return the error of loading a checkpoint, or of the step after it."""
-    engine = engine_of(ds_config, grouped=False)
-    return error_of(engine.load_checkpoint, source) or error_of(take_step, engine, 2)
 
 
 def settings(stage, offload=None, universal=True, **options):

@@ -3,24 +3,18 @@
 
 DeepSpeed's bugs in loading universal checkpoints, with any optimizer:
 
-* Stages 1 and 2 fail on a rank that holds only padding of a parameter group, and the other ranks
-  hang.  Here such a rank gets an empty fragment of a parameter during the load.
 * Stage 3 gives all parameter groups the options (learning rate, weight decay, ...) of the first.
 * Stage 3 loads Adam's two moments, whatever the optimizer has.
 * Groups that the checkpoint lacks are silently not loaded.
-* Under `round_robin_gradients` stages 1 and 2 compute wrong offsets of parameters
-  (`zero8.deepspeed.gradients.link`).
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zero8.deepspeed import load, save
-from zero8.deepspeed.gradients import masters_of
 from zero8.deepspeed.seam import (
     BF16,
     ENGINE,
@@ -39,8 +33,6 @@ _TORCH_ENGINE = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine:Tor
 
 rely_on(ENGINE, "_optimizer_has_ckpt_event_epilogue")
 rely_on(ENGINE, "_get_zero_param_shapes")
-rely_on(ENGINE, "_get_ckpt_name", "checkpoints_path", "tag")
-rely_on(ENGINE, "_get_zero_ckpt_name", "checkpoints_path", "tag")
 rely_on(ENGINE.partition(":")[0], "get_fp32_state_dict_from_zero_checkpoint", "tag")
 rely_on(_TORCH_ENGINE, "save", "path")
 rely_on(_TORCH_ENGINE, "load", "path")
@@ -87,67 +79,32 @@ def _instead(
 # --- Universal checkpoints -----------------------------------------------------------------------
 
 _LOADS = "load_hp_checkpoint_state_from_checkpoint_dir"
-_PADDING = "ranks that hold only padding would fail, and the others wait"
+_MISSING = "groups that the checkpoint lacks would start anew without a word"
 
 
-@seam(STAGE12, _LOADS, _PADDING, "lp_groups_name", "checkpoint_dir")
-@seam(BF16, _LOADS, _PADDING, "lp_groups_name", "checkpoint_dir")
+@seam(STAGE12, _LOADS, _MISSING, "lp_groups_name", "checkpoint_dir")
+@seam(BF16, _LOADS, _MISSING, "lp_groups_name", "checkpoint_dir")
 def load_universal(original: Callable, zero: Any, lp_groups_name: str, checkpoint_dir: str) -> None:
-    """Load a universal checkpoint on ranks that hold only padding of a group, too."""
+    """Load a universal checkpoint that has the optimizer's groups."""
     _saved_groups(checkpoint_dir, zero.optimizer)
-    with _lent_fragments(getattr(zero, lp_groups_name), masters_of(zero)):
-        original(zero, lp_groups_name, checkpoint_dir)
-
-
-@contextmanager
-def _lent_fragments(groups: list, partitions: list) -> Iterator[None]:
-    """Give the first parameter of each group that is only padding here an empty fragment."""
-    from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
-
-    lent = []
-    for number, (params, flat) in enumerate(zip(groups, partitions, strict=True)):
-        if not params or any(p._hp_mapping is not None for p in params):
-            continue
-        nowhere = fragment_address(numel=0, start=0)
-        params[0]._hp_mapping = tensor_fragment(
-            lp_fragment=params[0].detach().flatten()[:0],
-            lp_fragment_address=nowhere,
-            hp_fragment=flat.detach()[:0],
-            hp_fragment_address=nowhere,
-            gradient_dict={},
-            offload_gradient_dict={},
-            use_offload=False,
-            param_group_index=number,
-        )
-        lent.append(params[0])
-    try:
-        yield
-    finally:
-        for p in lent:
-            p._hp_mapping = None
+    original(zero, lp_groups_name, checkpoint_dir)
 
 
 @seam(STAGE3, f"{_LOADS}_stage3", "all groups would get the options of the first", "checkpoint_dir")
 def load_universal3(original: Callable, zero: Any, checkpoint_dir: str) -> None:
     """Load every group's own options and moments, instead of the first's and Adam's."""
-    optimizer = zero.optimizer
+    optimizer, read = zero.optimizer, zero.load_hp_checkpoint_state
     saved = _saved_groups(checkpoint_dir, optimizer)
-    has_adams = all(one is ADAM for one in optimizer.algorithms)
-    if has_adams:
+
+    def read_weights(folder: str, key: str, param: Any = None) -> torch.Tensor:
+        # DeepSpeed asks for Adam's moments, and gets no elements of them.
+        return read(folder, key, param=param) if key == "fp32" else torch.empty(0)
+
+    with replaced(zero, "load_hp_checkpoint_state", read_weights):
         original(zero, checkpoint_dir)
-    else:
-        read = zero.load_hp_checkpoint_state
-
-        def read_weights(folder: str, key: str, param: Any = None) -> torch.Tensor:
-            # DeepSpeed asks for Adam's moments, and gets no elements of them.
-            return read(folder, key, param=param) if key == "fp32" else torch.empty(0)
-
-        with replaced(zero, "load_hp_checkpoint_state", read_weights):
-            original(zero, checkpoint_dir)
     for group, options in zip(optimizer.param_groups, saved, strict=True):
         group.update({key: value for key, value in options.items() if key != "params"})
-    if not has_adams:
-        _load_moments(zero, Path(checkpoint_dir) / "zero")
+    _load_moments(zero, Path(checkpoint_dir) / "zero")
 
 
 def _load_moments(zero: Any, folder: Path) -> None:

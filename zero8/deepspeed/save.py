@@ -49,16 +49,13 @@ def save(engine, original: Callable, options: dict) -> bool:
     """Save a checkpoint by the engine's own method; every rank must call it.
 
     Raises on all ranks: OSError, naming file and rank, if one could not write, or if another
-    process saves into the folder; ValueError if two of them would write the same file.
+    process saves into the folder; ValueError if two of them have written the same file.
     """
     tag = options.get("tag")
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     reason = reason_not_covered(engine)
-    if not reason:
-        answers = gathered((tag, _main_files(engine, tag)))
-        _check_unshared([paths for _, paths in answers])
-        if len({tag for tag, _ in answers}) > 1:
-            reason = f"ranks save different tags, '{tag}' among them"
+    if not reason and len(set(gathered(tag))) > 1:
+        reason = f"ranks save different tags, '{tag}' among them"
     if reason:
         tell_not_covered(reason)
         return original(engine, **options)
@@ -79,36 +76,12 @@ def save(engine, original: Callable, options: dict) -> bool:
     return True
 
 
-def _main_files(engine, tag: str) -> list[str]:
-    """Return the files of weights and of ZeRO's states that this rank will write."""
-    paths = [engine._get_ckpt_name("", tag)] if engine.save_non_zero_checkpoint else []
-    if engine.save_zero_checkpoint:
-        paths.append(engine._get_zero_ckpt_name("", tag))
-    return paths
-
-
-def _check_unshared(paths_of_ranks: list[list[str]]) -> None:
-    """Raise ValueError, equal on all ranks, if two ranks have the same file."""
-    writers: dict[str, int] = {}
-    for rank, paths in enumerate(paths_of_ranks):
-        for path in paths:
-            if (first := writers.setdefault(path, rank)) != rank:
-                raise ValueError(
-                    f"save_checkpoint: ranks {first} and {rank} would both write {path}, and the "
-                    "states of one would be lost; 'latest' is unchanged. DeepSpeed numbers files "
-                    "by data-parallel rank: for sequence parallelism give `initialize` no "
-                    "mesh_param and no sequence_parallel_size, but an mpu, as "
-                    "deepspeed.runtime.sequence_parallel.parallel_state_sp"
-                )
-
-
 class _Record:
-    """The files that a rank has written during a save, and its first error, which `text` tells."""
+    """The files that a rank has written during a save, and its first error."""
 
     def __init__(self, engine, folder: Path):
         self.error: Exception | None = None
         self.text = ""
-        self.is_of_caller = False  # whether DeepSpeed rejected the arguments of the save
         self._engine, self._folder, self._paths = engine, folder, set()
         self._has_written = False
 
@@ -130,7 +103,6 @@ class _Record:
             except Exception as error:
                 if self._has_written:
                     raise  # collectives follow, whose errors all ranks get
-                self.is_of_caller = self.error is None and not isinstance(error, OSError)
                 self._fail(error, self._folder)
                 if before():
                     engine.optimizer.checkpoint_event_epilogue()
@@ -205,15 +177,19 @@ def _write_manifest(folder: Path, sequence: int, record: _Record) -> None:
     answers = gathered((entries, record.text))
     failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
     if failed:
-        if record.is_of_caller:
-            raise record.error
         message = f"save_checkpoint: {folder} is incomplete: " + "; ".join(failed)
         raise OSError(f"{message}; 'latest' is unchanged") from record.error
 
-    _check_unshared([[file.path for file in of_rank] for of_rank, _ in answers])
+    files = [file for of_rank, _ in answers for file in of_rank]
+    if len({file.path for file in files}) < len(files):
+        raise ValueError(
+            f"save_checkpoint: {folder} is incomplete: several ranks have written the same file. "
+            "DeepSpeed numbers files by data-parallel rank: for sequence parallelism give "
+            "`initialize` no mesh_param and no sequence_parallel_size, but an mpu, as "
+            "deepspeed.runtime.sequence_parallel.parallel_state_sp"
+        )
 
     def complete() -> None:
-        files = [file for of_rank, _ in answers for file in of_rank]
         tags.end(folder, Manifest.of(sequence, len(answers), files))
 
     from_rank_0(complete)
