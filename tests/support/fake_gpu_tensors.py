@@ -19,9 +19,6 @@ COPIES = (aten.copy_.default, aten._to_copy.default)
 crossings: list[int] = []
 """Of each copy between the devices, in either direction, how many elements it had."""
 
-streams: list[tuple] = []
-"""Of each `record_stream` the address of the tensor's values and the stream."""
-
 
 class Gpu(torch.Tensor):
     """A tensor on the pretended GPU; `raw` holds its values."""
@@ -40,9 +37,6 @@ class Gpu(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is aten.record_stream.default:
-            streams.append((args[0].raw.data_ptr(), args[1]))
-            return None
         if (out := func.decompose(*args, **kwargs)) is not NotImplemented:
             return out
         leaves = tree_leaves((args, kwargs))

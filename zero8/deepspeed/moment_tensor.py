@@ -87,12 +87,7 @@ class MomentTensor(torch.Tensor):
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        if values.shape != self.shape:
-            raise ValueError(
-                f"got data of shape {tuple(values.shape)} for an 8-bit moment of {self.numel()} "
-                "elements"
-            )
-        self.copy_(values)
+        self.copy_(values.reshape(self.shape))
 
     def dense(self) -> Tensor:
         """Return the decoded elements as a plain tensor."""
@@ -126,15 +121,11 @@ class MomentTensor(torch.Tensor):
         kwargs = kwargs or {}
         if func in _SERVED and (result := _SERVED[func](*args, **kwargs)) is not NotImplemented:
             return result
-        if any(isinstance(x, MomentTensor) for x in _written(func, args, kwargs)):
+        if func.is_view or _may_write(func, args, kwargs):
             raise NotImplementedError(
-                f"{func} on an 8-bit moment: it would change a decoded copy; use "
-                "moment.copy_(values) to write it"
-            )
-        if func.is_view:
-            raise NotImplementedError(
-                f"{func} on an 8-bit moment: only contiguous ranges are views of it; use "
-                "moment.clone() to read it decoded, or narrow and copy_ to write a range"
+                f"{func} on an 8-bit moment: only contiguous ranges are views of it, and a write "
+                "would change a decoded copy; use moment.clone() to read it, or "
+                "moment.copy_(values) or moment[start:end].copy_(values) to write it"
             )
         tree = torch.utils._pytree.tree_map_only(MomentTensor, MomentTensor.dense, (args, kwargs))
         return func(*tree[0], **tree[1])
@@ -145,16 +136,14 @@ def moments_in(state: Mapping[str, Any]) -> dict[str, MomentTensor]:
     return {name: x for name, x in state.items() if isinstance(x, MomentTensor)}
 
 
-def _written(func, args: tuple, kwargs: dict) -> list:
-    """Return the arguments that `func` writes to, with lists flattened."""
-    arguments = {argument.name: argument.alias_info for argument in func._schema.arguments}
-    names = {name for name, alias in arguments.items() if alias and alias.is_write}
-    if not names and func._schema.name.endswith("_"):
-        # Collectives mark no outputs, and may write them after they return.
-        names = {name for name in arguments if not name.startswith("input")}
-    names |= {name for name in arguments if name.startswith("running_")}  # batch norms mark none
-    given = dict(zip(arguments, args, strict=False)) | kwargs
-    return torch.utils._pytree.tree_leaves([given[name] for name in names & given.keys()])
+def _may_write(func, args: tuple, kwargs: dict) -> bool:
+    """Return whether `func` may write to a moment; collectives do not mark what they write."""
+    arguments = func._schema.arguments
+    given = dict(zip((one.name for one in arguments), args, strict=False)) | kwargs
+    marked = [one.name for one in arguments if one.alias_info and one.alias_info.is_write]
+    written = list(given) if "c10d" in func.namespace else marked
+    values = torch.utils._pytree.tree_leaves([given[name] for name in written if name in given])
+    return any(isinstance(value, MomentTensor) for value in values)
 
 
 def moment_description(store: MomentStore) -> dict:
@@ -284,12 +273,6 @@ def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return x
 
 
-def _fill(x: MomentTensor, value) -> MomentTensor:
-    values = torch.full((1,), float(value), dtype=torch.float32, device=x.device)
-    x.store.write(x.start, values.expand(x.numel()))
-    return x
-
-
 def _to_copy(x: MomentTensor, *, dtype=None, device=None, non_blocking=False, **_) -> Tensor:
     dtype = x.dtype if dtype is None else dtype
     device = x.device if device is None else torch.device(device)
@@ -298,22 +281,13 @@ def _to_copy(x: MomentTensor, *, dtype=None, device=None, non_blocking=False, **
     return MomentTensor(x.store.to(device, non_blocking, copy=True), dtype=dtype)
 
 
-def _record_stream(x: MomentTensor, stream) -> None:
-    for buffer in x.store.buffers:
-        buffer.record_stream(stream)
-
-
 _SERVED = {
     aten.detach.default: _same,
     aten.alias.default: _same,
     aten.view.default: _view,
-    aten._unsafe_view.default: _view,
     aten.slice.Tensor: _slice,
     aten.clone.default: lambda x, **_: x.dense(),
     aten.copy_.default: _copy,
-    aten.fill_.Scalar: _fill,
-    aten.fill_.Tensor: _fill,
-    aten.zero_.default: lambda x: _fill(x, 0.0),
+    aten.zero_.default: lambda x: _copy(x, torch.zeros(1, device=x.device)),
     aten._to_copy.default: _to_copy,
-    aten.record_stream.default: _record_stream,
 }
