@@ -1,28 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs on the ranks of test_active.py; deepspeed must not be imported at the top."""
 
-import logging
 import os
 import sys
 import warnings
-from contextlib import contextmanager
 
 import torch
+from log_lines import warned
 from ranks import error_of
 
 import zero8
 
+UNFORCED = {"zero_force_ds_cpu_optimizer": False}
+UNTESTED = {"zero_allow_untested_optimizer": True}
+NO_ZERO = {"zero_optimization": {}}
+OURS = {"optimizer": {"type": "Adam8bitBlockwise", "params": {"lr": 1e-2}}}
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
 
-def new_optimizer():
-    torch.manual_seed(7)
-    model = torch.nn.Linear(64, 70)
-    return model, zero8.Adam8bitBlockwise(model.parameters(), lr=1e-2)
+
+def model():
+    return torch.nn.Linear(64, 70)
+
+
+def with_ours():
+    made = model()
+    return made, zero8.Adam8bitBlockwise(made.parameters(), lr=1e-2)
+
+
+def with_sgd():
+    made = model()
+    return made, torch.optim.SGD(made.parameters(), lr=1e-2)
+
+
+def refused():
+    """Return a model for which ours could not be made."""
+    made = model()
+    groups = [{"params": [made.weight]}, {"params": [made.bias], "lr": -1.0}]
+    assert error_of(zero8.Adam8bitBlockwise, groups)[0] == "ValueError"
+    return made
+
+
+def replaced_as_by_accelerate():
+    """Return what Accelerate's `prepare` gives DeepSpeed under offload."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    made, optimizer = with_ours()
+    return made, DeepSpeedCPUAdam(optimizer.param_groups)
+
+
+def stepped_alone():
+    made, optimizer = with_ours()
+    made(torch.ones(4, 64)).square().mean().backward()
+    optimizer.step()
+    return made
 
 
 def try_everything(base):
     """Make engines in all the ways in which they get, or do not get, our optimizer."""
-    early, refused = new_optimizer(), new_optimizer()
-    result = {"deepspeed is late": "deepspeed" not in sys.modules}
+    early, result = with_ours(), {"deepspeed is late": "deepspeed" not in sys.modules}
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         import deepspeed
@@ -46,83 +81,28 @@ def try_everything(base):
         engine.step()
         return zero8.assert_active(engine)
 
-    def model():
-        return torch.nn.Linear(64, 70)
+    def note(name, function, *args):
+        result[name] = error_of(function, *args)
 
-    unforced = {"zero_force_ds_cpu_optimizer": False}
-    ours = {"optimizer": {"type": "Adam8bitBlockwise", "params": {"lr": 1e-2}}}
-    adamw = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
-    result["object, forced"] = error_of(engine_of, {}, *refused)
-    result["early object"] = error_of(stepped, engine_of(unforced, *early))
-    good = engine_of(ours, model())
-    result["config"] = error_of(stepped, good)
-    other = engine_of(adamw, model())
-    result["other type"] = error_of(zero8.assert_active, other)
-    net = model()
-    given = engine_of(unforced | {"zero_allow_untested_optimizer": True}, net, sgd(net))
-    result["other object"] = error_of(zero8.assert_active, given)
-    forced = engine_of(
-        {"zero_allow_untested_optimizer": True, "zero_optimization": {}}, *given_sgd()
-    )
-    result["other object, forced"] = error_of(zero8.assert_active, forced)
-    kept = new_optimizer()
-    result["dropped"] = error_of(engine_of, adamw, new_optimizer()[0])
-    result["kept"] = error_of(engine_of, adamw, kept[0])
-    result["replaced"] = error_of(engine_of, {}, *replaced_as_by_accelerate(*new_optimizer()))
-    result["refused"] = error_of(engine_of, adamw, model_that_was_refused())
-    result["not made"] = error_of(engine_of, {"zero_optimization": {"stage": 0}}, kept[0])
-    result["stepped"] = error_of(engine_of, adamw, stepped_alone(*new_optimizer()))
-    result["taken, then another"] = error_of(engine_of, adamw, early[0])
-    with said() as messages:
-        result["ours twice"] = error_of(stepped, engine_of(ours, new_optimizer()[0]))
-    result["said"] = messages
-    on_rank_1 = other if os.environ["RANK"] == "1" else good
-    result["one rank"] = error_of(zero8.assert_active, on_rank_1)
-    result["no optimizer"] = error_of(
-        zero8.assert_active, engine_of({"zero_optimization": {"stage": 0}}, model())
-    )
-    result["no engine"] = error_of(zero8.assert_active, model())
-    good._config.zero_config.offload_optimizer.super_offload = True
-    result["other mode"] = error_of(zero8.assert_active, good)
+    note("object, forced", engine_of, {}, *with_ours())
+    note("early object", stepped, engine_of(UNFORCED, *early))
+    good, other, kept = engine_of(OURS, model()), engine_of(ADAMW, model()), with_ours()
+    note("config", stepped, good)
+    for name, engine in {
+        "other type": other,
+        "other object": engine_of(UNFORCED | UNTESTED, *with_sgd()),
+        "one rank": other if os.environ["RANK"] == "1" else good,
+        "no optimizer": engine_of(NO_ZERO, model()),
+        "no engine": model(),
+    }.items():
+        note(name, zero8.assert_active, engine)
+    note("dropped", engine_of, ADAMW, with_ours()[0])
+    note("kept", engine_of, ADAMW, kept[0])
+    note("replaced", engine_of, {}, *replaced_as_by_accelerate())
+    note("refused", engine_of, ADAMW, refused())
+    note("not made", engine_of, NO_ZERO, kept[0])
+    note("stepped", engine_of, ADAMW, stepped_alone())
+    note("taken, then another", engine_of, ADAMW, early[0])
+    with warned() as result["said"]:
+        note("ours twice", stepped, engine_of(OURS, with_ours()[0]))
     return result
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=1e-2)
-
-
-def given_sgd():
-    model = torch.nn.Linear(64, 70)
-    return model, sgd(model)
-
-
-def model_that_was_refused():
-    """Return a model for which ours could not be made."""
-    model = torch.nn.Linear(64, 70)
-    groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": -1.0}]
-    assert error_of(zero8.Adam8bitBlockwise, groups)[0] == "ValueError"
-    return model
-
-
-def replaced_as_by_accelerate(model, optimizer):
-    """Return what Accelerate's `prepare` gives DeepSpeed under offload."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    return model, DeepSpeedCPUAdam(optimizer.param_groups)
-
-
-def stepped_alone(model, optimizer):
-    model(torch.ones(4, 64)).square().mean().backward()
-    optimizer.step()
-    return model
-
-
-@contextmanager
-def said():
-    """Collect what zero8 logs."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("zero8").addHandler(handler)
-    yield messages
-    logging.getLogger("zero8").removeHandler(handler)

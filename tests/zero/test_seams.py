@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How zero8 fits into DeepSpeed: what is changed, for whom, and what is refused."""
 
-import inspect
 import warnings
 
 import deepspeed
 import pytest
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
-from deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper import PipelinedOptimizerSwapper
 from deepspeed.runtime.zero import stage_1_and_2, utils
 from nests import difference
 from ranks import error_of, run_ranks
@@ -44,10 +41,6 @@ REFUSED = {
     "super_offload": (
         config(stage=3, offload=None, zero=offload(super_offload=True)),
         ["offload_optimizer.super_offload", "DeepSpeedCPUAdam", "set it to false"],
-    ),
-    "ratio": (
-        config(stage=3, offload=None, zero=offload(ratio=0.5)),
-        ["offload_optimizer.ratio 0.5", "another optimizer", "set it to 1.0"],
     ),
     "nvme in stage 2": (
         config(stage=2, offload=None, zero=offload(device="nvme", nvme_path="/nonexistent")),
@@ -143,19 +136,6 @@ def test_initialize_with_every_key_of_deepspeeds_adamw_uses_their_values(run):
     assert run["group"]["decoupled_weight_decay"] is True
 
 
-@pytest.mark.parametrize("adam", [DeepSpeedCPUAdam, FusedAdam, torch.optim.AdamW])
-def test_each_key_of_other_adams_is_served_or_refused_with_its_reason(adam):
-    for key, parameter in inspect.signature(adam).parameters.items():
-        if parameter.default is parameter.empty:
-            continue
-        weight = torch.nn.Parameter(torch.zeros(2))
-        try:
-            zero8.Adam8bitBlockwise([weight], **{key: parameter.default})
-        except ValueError as error:
-            assert str(error).startswith(f"{key}: ")
-            assert (adam, key) == (DeepSpeedCPUAdam, "fp32_optimizer_states")
-
-
 # --- Seams, on a stand-in for DeepSpeed ----------------------------------------------------------
 
 
@@ -185,14 +165,13 @@ def fresh(monkeypatch):
     monkeypatch.setattr(seam_module, "classes", seams.classes)
 
 
-@pytest.mark.parametrize("exactly", [False, True])
-def test_install_patches_once_for_ours_and_leaves_others_to_deepspeed(fresh, monkeypatch, exactly):
+def test_install_patches_once_for_ours_and_leaves_others_to_deepspeed(fresh, monkeypatch):
     """A subclass is an instance of both: patched for each, its saves would wait for themselves."""
     theirs = type("Theirs", (Theirs,), {})
     monkeypatch.setitem(globals(), "Fitted", theirs)
-    declared = Seam(f"{__name__}:Fitted", "step", (), "why", patched, of_zero, exactly)
+    declared = Seam(f"{__name__}:Fitted", "step", (), "why", patched, of_zero)
     monkeypatch.setattr(seams, "SEAMS", [declared])
-    special, variant = type("Special", (Ours,), {}), type("Variant", (theirs,), {})
+    special = type("Special", (Ours,), {})
     assert declared.state == "present"
     for optimizer_class in (special, Ours, Ours):
         seams.fit(optimizer_class)
@@ -201,7 +180,6 @@ def test_install_patches_once_for_ours_and_leaves_others_to_deepspeed(fresh, mon
     plain = (1,), {"key": 2}
     for optimizer in (Ours(), special()):
         assert theirs(optimizer).step(1, key=2) == ("patched", plain)
-        assert variant(optimizer).step(1, key=2) == (plain if exactly else ("patched", plain))
     assert theirs(object()).step(1, key=2) == plain
 
 
@@ -211,13 +189,10 @@ def renamed(self, optimizer):
 
 MISSING = {
     "list gone": (utils, "ZERO_SUPPORTED_OPTIMIZERS", None),
-    "list is none": (utils, "ZERO_SUPPORTED_OPTIMIZERS", (torch.optim.Adam,)),
     "class gone": (engine_module, "DeepSpeedEngine", None),
     "method gone": (engine_module.DeepSpeedEngine, "_configure_zero_optimizer", None),
     "method differs": (engine_module.DeepSpeedEngine, "_do_optimizer_sanity_check", renamed),
-    "function gone": (stage_1_and_2, "offload_optimizer_states", None),
     "function differs": (stage_1_and_2, "offload_optimizer_states", renamed),
-    "overridden method gone": (PipelinedOptimizerSwapper, "release_swap_buffers", None),
     "overridden method differs": (OptimizerSwapper, "_get_state_tensors", renamed),
 }
 

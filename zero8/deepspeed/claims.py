@@ -67,22 +67,19 @@ def check(engine, basic_optimizer: torch.optim.Optimizer) -> None:
     first = f"the {ours} that was made for {unmet[0][0]}"
     if len(unmet) > 1:
         first += f" and {len(unmet) - 1} other parameter(s)"
+    stepping = type(basic_optimizer).__name__
     if is_ours(basic_optimizer):
         logger.warning(
-            "zero8: DeepSpeed steps with an %s that it made from its config; %s and its settings "
-            "are not used",
-            type(basic_optimizer).__name__,
-            first,
+            f"zero8: DeepSpeed steps with an {stepping} that it made from its config; {first} and "
+            "its settings are not used"
         )
         for _, made in unmet:
             made.is_met = True
         return
-    is_forced = engine.zero_use_cpu_optimizer() and engine.zero_force_ds_cpu_optimizer()
-    way_to_keep = f"; for Accelerate to keep the object, set {SETTING} there" if is_forced else ""
     raise ValueError(
-        f"DeepSpeed would step with {type(basic_optimizer).__name__}, not with {first}. Trainers "
-        "such as Hugging Face's drop or replace the optimizer object that they are given when they "
-        f"make an engine: name it in the DeepSpeed config instead, {in_config(ours)}, and make "
-        f"none{way_to_keep}. To step with {type(basic_optimizer).__name__}, make a new model, and "
-        f"no {ours}"
+        f"DeepSpeed would step with {stepping}, not with {first}. Trainers such as Hugging Face's "
+        "drop or replace the optimizer object that they are given when they make an engine: name "
+        f"it in the DeepSpeed config instead, {in_config(ours)}, and make none; for Accelerate to "
+        f"keep an object under offload, set {SETTING} there. To step with {stepping}, make a new "
+        f"model, and no {ours}"
     )

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from zero8.deepspeed import claims
-from zero8.deepspeed.seam import ENGINE, is_ours, rely_on, seam
+from zero8.deepspeed.seam import ENGINE, is_ours, of_engine, rely_on, seam
 from zero8.deepspeed.settings import CheckpointSettings
 from zero8.environment.agree import gathered
 from zero8.state.params import shape_here, tied_names
@@ -124,11 +124,6 @@ def unsupported_mode(zero_config: Any) -> str | None:
             "offload_optimizer.super_offload: it steps with DeepSpeedCPUAdam in a process of its "
             "own and undoes steps, which 8-bit states do not allow; set it to false"
         )
-    if offload.ratio < 1.0 and offload.device != "none":
-        return (
-            f"offload_optimizer.ratio {offload.ratio}: DeepSpeed steps the other part with "
-            "another optimizer; set it to 1.0"
-        )
     if offload.device == "nvme" and zero_config.stage < 3:
         return (
             f'offload_optimizer.device "nvme" in ZeRO stage {zero_config.stage}: DeepSpeed would '
@@ -165,30 +160,12 @@ def _problem(engine) -> str | None:
     """Return why the engine does not step with an optimizer of zero8, None if it does."""
     if not hasattr(engine, "client_optimizer"):
         return f"assert_active: got a {type(engine).__name__}, expected a DeepSpeed engine"
-    optimizer = innermost(engine.optimizer)
+    optimizer = of_engine(engine)
     if is_ours(optimizer):
-        reason = unsupported_mode(engine._config.zero_config)
-        return reason and f"{type(optimizer).__name__} does not work with this engine: {reason}"
-    name, config_type = type(optimizer).__name__, engine._config.optimizer_name
-    if engine.client_optimizer is not None:
-        why = "it was given to deepspeed.initialize, by your script or by a trainer: " + (
-            "under offload Accelerate replaces optimizer objects unless the DeepSpeed config says "
-            f"{claims.SETTING}"
-            if engine.zero_force_ds_cpu_optimizer()
-            else f"set {claims.in_config()} in the DeepSpeed config, and make no optimizer object"
-        )
-    elif config_type is not None:
-        why = f'the DeepSpeed config says "type": "{config_type}"; set {claims.in_config()}'
-    else:
-        name, why = "no optimizer", f"the DeepSpeed config has none; set {claims.in_config()}"
-    return f"the engine steps with {name}, not with an optimizer of zero8: {why}"
-
-
-def innermost(optimizer: Any) -> Any:
-    """Return the optimizer inside the wrappers of ZeRO, Accelerate and Lightning.
-
-    Lightning's wrapper is an instance of the wrapped class, too; so this does not test the class.
-    """
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
+        return None
+    name = "no optimizer" if optimizer is None else type(optimizer).__name__
+    return (
+        f"the engine steps with {name}, not with an optimizer of zero8: set {claims.in_config()} "
+        "in the DeepSpeed config, and make no optimizer object; for Accelerate to keep an object "
+        f"under offload, set {claims.SETTING} there"
+    )

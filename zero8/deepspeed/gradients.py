@@ -56,7 +56,7 @@ def masters_of(zero: Any) -> list[Tensor]:
 # --- In 16 bits ----------------------------------------------------------------------------------
 
 
-@seam(STAGE12, "initialize_optimizer_states", _WIDE, exactly=True)
+@seam(STAGE12, "initialize_optimizer_states", _WIDE)
 def initialize(original: Callable, zero: Any) -> None:
     """Have the gradients of ZeRO 1 and 2 narrow from the start; `set_up` does so in ZeRO-3."""
     original(zero)
@@ -70,20 +70,10 @@ def initialize(original: Callable, zero: Any) -> None:
         _free_page_locked()
 
 
-@seam(STAGE12, "_link_all_hp_params", "parameters would be looked for at wrong places")
+@seam(STAGE12, "_link_all_hp_params", _WIDE)
 def link(original: Callable, zero: Any) -> None:
-    """Find parameters under `round_robin_gradients`, and widen gradients before scripts write them.
-
-    DeepSpeed reads the true offsets only if there is padding between parameters, so this pretends
-    that there is.
-    """
-    paddings = zero.round_robin_bit16_padding
-    if zero.round_robin_gradients:
-        zero.round_robin_bit16_padding = [[1] for _ in paddings]
-    try:
-        original(zero)
-    finally:
-        zero.round_robin_bit16_padding = paddings
+    """Widen gradients before scripts write them."""
+    original(zero)
     if zero.cpu_offload:
         for param in (param for group in zero.bit16_groups for param in group):
             param.set_full_hp_grad = _widening(param.set_full_hp_grad, weakref.ref(zero))
@@ -122,8 +112,7 @@ def widen_for_hooks(zero: Any) -> None:
 def _can_hold(p: Tensor, dtype: torch.dtype) -> bool:
     """Return whether a master weight's gradient can have a dtype."""
     is_narrower = p.dtype == torch.float32 and dtype in (torch.bfloat16, torch.float16)
-    # Older versions of torch refuse a gradient of another dtype than the parameter's.
-    return dtype == p.dtype or (is_narrower and hasattr(Tensor, "grad_dtype"))
+    return dtype == p.dtype or is_narrower
 
 
 def _narrow(p: Tensor, dtype: torch.dtype) -> None:
@@ -182,7 +171,7 @@ def _may_share(zero: Any) -> bool:
     )
 
 
-@seam(STAGE3, "_create_fp32_partitions", _TWICE, exactly=True)
+@seam(STAGE3, "_create_fp32_partitions", _TWICE)
 def create(original: Callable, zero: Any) -> None:
     """Have bfloat16 master weights share the memory of the weights."""
     original(zero)
@@ -196,7 +185,7 @@ def create(original: Callable, zero: Any) -> None:
             p.data = weight.data
 
 
-@seam(STAGE3, "_setup_for_real_optimizer", _TWICE, exactly=True)
+@seam(STAGE3, "_setup_for_real_optimizer", _TWICE)
 def set_up(original: Callable, zero: Any) -> None:
     """Have the gradients of the step share the memory of those that are reduced."""
     original(zero)
@@ -218,7 +207,7 @@ def set_up(original: Callable, zero: Any) -> None:
     _free_page_locked()
 
 
-@seam(STAGE3, "partition_grads", _TWICE, exactly=True)
+@seam(STAGE3, "partition_grads", _TWICE)
 def partition(original: Callable, zero: Any, *args: Any, **kwargs: Any) -> Any:
     """Separate gradients before a second micro-batch: their number may change in training."""
     if not zero.is_gradient_accumulation_boundary() and _may_share(zero):
@@ -226,10 +215,10 @@ def partition(original: Callable, zero: Any, *args: Any, **kwargs: Any) -> Any:
     return original(zero, *args, **kwargs)
 
 
-@seam(STAGE3, "set_fp32_grad_for_param", _TWICE, exactly=True)
-@seam(STAGE3, "set_local_grad_for_param", _TWICE, exactly=True)
-@seam(STAGE3, "update_fp32_grad_for_param_vectorized", _TWICE, exactly=True)
-@seam(STAGE3, "get_fp32_grad_partitions", _TWICE, exactly=True)
+@seam(STAGE3, "set_fp32_grad_for_param", _TWICE)
+@seam(STAGE3, "set_local_grad_for_param", _TWICE)
+@seam(STAGE3, "update_fp32_grad_for_param_vectorized", _TWICE)
+@seam(STAGE3, "get_fp32_grad_partitions", _TWICE)
 def touch(original: Callable, zero: Any, *args: Any, **kwargs: Any) -> Any:
     """Write gradients of the step, or give them away to be written, when they are separate."""
     if _may_share(zero):

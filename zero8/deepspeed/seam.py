@@ -69,10 +69,9 @@ class Seam:
         name: its name there.
         parameters: the parameters that zero8 relies on.
         without: what would happen without the patch; empty if zero8 only calls or overrides it.
-        patch: what takes its place; None for lists and tables, and without a patch.
+        patch: what takes its place; None for a list, and without a patch.
         optimizer: gets the arguments of a call, and returns the optimizer that must be ours; None:
             the patch decides.
-        exactly: whether variants that derive from the class keep DeepSpeed's.
         is_early: whether the import of DeepSpeed patches it.
         kind: its class, if that matters.
     """
@@ -83,7 +82,6 @@ class Seam:
     without: str = ""
     patch: Callable | None = None
     optimizer: Callable[..., object] | None = None
-    exactly: bool = False
     is_early: bool = False
     kind: type = object
 
@@ -125,8 +123,7 @@ class Seam:
 
         @functools.wraps(original, updated=())
         def patched(*args: Any, **kwargs: Any) -> Any:
-            is_variant = self.exactly and type(args[0]) is not owner
-            if is_variant or self.optimizer and not is_ours(self.optimizer(*args, **kwargs)):
+            if self.optimizer and not is_ours(self.optimizer(*args, **kwargs)):
                 return original(*args, **kwargs)
             return patch(original, *args, **kwargs)
 
@@ -138,7 +135,7 @@ class Seam:
         found = self.found()
         if found is None:
             return "missing"
-        if isinstance(found, list | dict):  # a list of classes, a table of builders
+        if isinstance(found, list):  # of classes
             is_patched = any("zero8" in repr(entry) for entry in found)
         else:
             is_patched = getattr(found, "__globals__", {}).get("__name__") == __name__
@@ -160,13 +157,12 @@ def seam(
     without: str,
     *parameters: str,
     optimizer: Callable[..., object] | None = of_zero,
-    exactly: bool = False,
     is_early: bool = False,
 ) -> Callable[[Callable], Callable]:
     """Declare the decorated function as a patch; the arguments are those of `Seam`."""
 
     def declare(patch: Callable) -> Callable:
-        SEAMS.append(Seam(owner, name, parameters, without, patch, optimizer, exactly, is_early))
+        SEAMS.append(Seam(owner, name, parameters, without, patch, optimizer, is_early))
         return patch
 
     return declare

@@ -66,7 +66,7 @@ def _pay(zero: Any, param: Any) -> None:
         owed[number] = 1.0
 
 
-@seam(STAGE12, _UNSCALES, _FACTOR, "grad_groups_flat", "total_norm", exactly=True)
+@seam(STAGE12, _UNSCALES, _FACTOR, "grad_groups_flat", "total_norm")
 def unscale12(original: Callable, zero: Any, grad_groups_flat: list, total_norm: Any) -> None:
     """Leave the factor of a group's gradients to the step."""
     if not _can_scale(zero, grad_groups_flat):
@@ -81,7 +81,7 @@ def unscale12(original: Callable, zero: Any, grad_groups_flat: list, total_norm:
     _scale_in_step(zero, params, total_norm, zero.clip_grad != 0.0 or zero.loss_scale != 1.0)
 
 
-@seam(STAGE3, _UNSCALES, _FACTOR, exactly=True)
+@seam(STAGE3, _UNSCALES, _FACTOR)
 def unscale3(original: Callable, zero: Any, sub_group_id: int, total_norm: Any) -> None:
     """Leave the factor of a sub-group's gradients to the step."""
     if zero.swap_optimizer or not _can_scale(
@@ -130,8 +130,8 @@ def _factor(zero: Any, total_norm: Any) -> "float | Tensor":
     return 1.0 / scale
 
 
-@seam(STAGE12, "reset_cpu_buffers", _FACTOR, exactly=True)
-@seam(STAGE3, "reset_cpu_buffers", _FACTOR, exactly=True)
+@seam(STAGE12, "reset_cpu_buffers", _FACTOR)
+@seam(STAGE3, "reset_cpu_buffers", _FACTOR)
 def reset_buffers(original: Callable, zero: Any) -> None:
     """Owe gradients nothing that have arrived for a step that overflows."""
     if zero.overflow:
@@ -139,7 +139,7 @@ def reset_buffers(original: Callable, zero: Any) -> None:
     original(zero)
 
 
-@seam(STAGE12, "async_accumulate_grad_in_cpu_via_gpu", _FACTOR, "param", exactly=True)
+@seam(STAGE12, "async_accumulate_grad_in_cpu_via_gpu", _FACTOR, "param")
 def accumulate(original: Callable, zero: Any, param: Any) -> None:
     """Pay what a gradient is owed before another is added."""
     if zero.low_precision_master_weights_and_grads:  # in the buffer itself
@@ -217,7 +217,7 @@ def _can_write(optimizer: Any, p: Tensor, target: Tensor) -> bool:
     )
 
 
-@seam(STAGE12, _STEPS, _COPY, "group_no", exactly=True)
+@seam(STAGE12, _STEPS, _COPY, "group_no")
 def step12(original: Callable, zero: Any, group_no: int) -> None:
     """Step a group, and write the copy that DeepSpeed would make next."""
     buffers = zero.param_buffer_of_bit16_for_cpu_offload_groups if zero.cpu_offload else []
@@ -254,7 +254,7 @@ _written: "WeakKeyDictionary[Any, set[int]]" = WeakKeyDictionary()
 rely_on(STAGE3, "_unflatten_partitioned_parameters", "sub_group_id")
 
 
-@seam(STAGE3, _STEPS, _COPY, "sub_group_id", exactly=True)
+@seam(STAGE3, _STEPS, _COPY, "sub_group_id")
 def step3(original: Callable, zero: Any, sub_group_id: int) -> None:
     """Step a sub-group, and write the copy that DeepSpeed would make next."""
     p = zero.fp32_partitioned_groups_flat[sub_group_id]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from zero8.checkpoint.read.statistics import NUM_CODES, saturated
-from zero8.deepspeed.constructing import innermost
 from zero8.environment import numbers
 from zero8.optimizer.blockwise import BlockwiseOptimizer
+from zero8.optimizer.way_back import innermost
 from zero8.spec.adam import ADAM
 from zero8.state.extent import local
 from zero8.state.store import MomentStore

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from zero8.deepspeed.constructing import innermost
 from zero8.deepspeed.moment_tensor import HEADER, MomentTensor, is_pickled_moment, moments_in
 from zero8.optimizer.blockwise import BlockwiseOptimizer
 from zero8.spec.algorithms import algorithm_called
@@ -16,6 +15,16 @@ REMEDY = (
     "or make float32 states first: zero8 checkpoint convert IN OUT --to fp32, --to zero for "
     "DeepSpeed's engines, or zero8.export(optimizer) in Python"
 )
+
+
+def innermost(optimizer: Any) -> Any:
+    """Return the optimizer inside the wrappers of ZeRO, Accelerate and Lightning.
+
+    Lightning's wrapper is an instance of the wrapped class, too; so this does not test the class.
+    """
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def export(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -25,10 +25,9 @@ def grad_bytes_by_dtype(params: Iterable[Tensor]) -> dict[str, int]:
 
 
 def set_grad(p: Tensor, grad: Tensor) -> None:
-    """Set the gradient of a parameter, whatever its dtype if torch has `grad_dtype`."""
+    """Set the gradient of a parameter, whatever its dtype."""
     p.grad = None
-    if hasattr(Tensor, "grad_dtype"):
-        p.grad_dtype = grad.dtype
+    p.grad_dtype = grad.dtype
     p.grad = grad
 
 
