@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes DeepSpeed find the optimizers by name.
+"""Makes DeepSpeed find the optimizer and the op by name.
 
 `import zero8` calls `install`, and so does every `import torch` (entry point `torch.backends`).
 An exception here would break `import torch` for the whole machine, so errors become warnings, and
@@ -8,19 +8,21 @@ imports torch.
 """
 
 import warnings
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 
 
 @cache
 def install() -> None:
-    """Add our optimizers to `torch.optim`.
+    """Add our optimizers to `torch.optim`, our op to DeepSpeed's.
 
     Other optimizers only gain a clear error when given our states.
     """
     try:
         import torch
 
+        from zero8.deepspeed import seams
         from zero8.deepspeed.when_imported import when_imported
         from zero8.optimizer import way_back
         from zero8.optimizer.elementwise import OPTIMIZERS
@@ -28,16 +30,22 @@ def install() -> None:
         for optimizer in OPTIMIZERS:
             setattr(torch.optim, optimizer.__name__, optimizer)
         way_back.explain_refusals()
-        when_imported("deepspeed.runtime.engine", _follow_engines)
+        for module, act, failure in (
+            ("runtime.engine", seams.install_early, "cannot follow DeepSpeed's engines"),
+            ("ops.op_builder.all_ops", seams.add_op, "could not add its op to ds_report"),
+        ):
+            when_imported(f"deepspeed.{module}", _warned(act, failure))
     except Exception as error:
         warnings.warn(f"zero8 could not register itself: {error!r}", stacklevel=2)
 
 
-def _follow_engines(_: ModuleType) -> None:
-    """Patch DeepSpeed's engines, or warn: `import deepspeed` must not fail."""
-    from zero8.deepspeed import seams
+def _warned(act: Callable[[ModuleType], None], failure: str) -> Callable[[ModuleType], None]:
+    """Return a function that warns where `act` raises: `import deepspeed` must not fail."""
 
-    try:
-        seams.install_early()
-    except Exception as error:
-        warnings.warn(f"zero8 cannot follow DeepSpeed's engines: {error!r}", stacklevel=2)
+    def call(module: ModuleType) -> None:
+        try:
+            act(module)
+        except Exception as error:
+            warnings.warn(f"zero8 {failure}: {error!r}", stacklevel=2)
+
+    return call

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`import torch` alone makes the optimizer known, and never fails because of it."""
 
+import sys
+from pathlib import Path
+
 import pytest
 from processes import python
 
@@ -27,7 +30,7 @@ import zero8
 print(zero8.Adam8bitBlockwise is torch.optim.Adam8bitBlockwise)
 print(sum(type(finder).__module__ == "zero8.deepspeed.when_imported" for finder in sys.meta_path))
 """)
-    assert lines == ["zero8.optimizer.elementwise", "False False", "True", "1"]
+    assert lines == ["zero8.optimizer.elementwise", "False False", "True", "2"]
     assert "zero8" not in errors
 
 
@@ -60,6 +63,23 @@ print(torch.ones(2).sum().item(), hasattr(torch.optim, "Adam8bitBlockwise"))
     assert module in errors
 
 
+def test_ops_table_that_does_not_fit_warns_and_import_deepspeed_succeeds(forks):
+    """The row of ds_report is set while deepspeed is imported: that must not fail either."""
+    lines, errors = run_python(
+        """
+import sys
+sys.modules["zero8.deepspeed.op_builder"] = None
+import torch, deepspeed
+from deepspeed.ops.op_builder import all_ops
+print("zero8_adam" in all_ops.ALL_OPS, "cpu_adam" in all_ops.ALL_OPS)
+print(any(type(finder).__module__ == "zero8.deepspeed.when_imported" for finder in sys.meta_path))
+""",
+        forks.run,
+    )
+    assert lines == ["False True", "False"]
+    assert "zero8 could not add its op to ds_report" in errors
+
+
 def test_engine_that_does_not_fit_warns_and_import_deepspeed_succeeds(forks):
     """An optimizer that is made then says what this DeepSpeed lacks."""
     lines, errors = run_python(
@@ -84,15 +104,18 @@ print(DeepSpeedEngine._configure_optimizer.__globals__["__name__"])
         *slow(
             "import deepspeed, zero8",
             "import torch, deepspeed",
+            "import deepspeed.ops.op_builder.all_ops, zero8",
         ),
     ],
 )
-def test_first_engine_is_known_to_its_optimizer_whatever_is_imported_first(order):
+def test_op_is_listed_and_first_engine_known_to_its_optimizer_whatever_is_imported_first(order):
     """Without an import line only torch's autoload can be first."""
     lines, _ = run_python(
         f"""
 {order}
 import torch
+from deepspeed.ops.op_builder import Zero8AdamBuilder, all_ops
+print("listed:", type(all_ops.ALL_OPS["zero8_adam"]) is Zero8AdamBuilder)
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 store = torch.distributed.HashStore()
 torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -109,4 +132,14 @@ print([row["name"] for row in engine.basic_optimizer.memory_report().to_dicts()]
         autoload=None if "zero8" not in order else "0",
         LOCAL_RANK="0",
     )
+    assert "listed: True" in lines
     assert lines[-1] == "['weight', 'bias']"
+
+
+def test_ds_report_has_a_row_for_the_op_and_says_it_can_be_built(forks):
+    report = str(Path(sys.executable).with_name("ds_report"))
+    code = f"import runpy; runpy.run_path({report!r}, run_name='__main__')"
+    done = forks.run(code, seconds=200, DS_ACCELERATOR="cpu")
+    assert done.returncode == 0, done.stderr
+    (row,) = [line for line in done.stdout.splitlines() if line.startswith("zero8_adam")]
+    assert row.count("OKAY") == 1, row

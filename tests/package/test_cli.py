@@ -76,6 +76,7 @@ def test_doctor_seam_missing_is_a_problem_and_the_others_are_left_alone(monkeypa
     assert report["usable"] is False
     assert report["deepspeed"]["seams"]["DeepSpeedEngine._do_optimizer_sanity_check"] == "missing"
     assert report["deepspeed"]["seams"]["ZERO_SUPPORTED_OPTIMIZERS"] == "present"
+    assert report["deepspeed"]["seams"]["ALL_OPS"] == "installed"  # by the import of deepspeed
     assert any("_do_optimizer_sanity_check" in problem for problem in report["problems"])
     counted, line = seam_lines(doctor.as_text(report))
     count = len(report["deepspeed"]["seams"])

@@ -17,9 +17,10 @@ from zero8.environment.versions import warn_if_untested
 
 _SUPPORTED = "ZERO_SUPPORTED_OPTIMIZERS"
 
-SEAMS.append(
-    Seam("deepspeed.runtime.zero.utils", _SUPPORTED, (), "ZeRO would refuse ours", kind=list)
-)
+SEAMS += [
+    Seam("deepspeed.runtime.zero.utils", _SUPPORTED, (), "ZeRO would refuse ours", kind=list),
+    Seam("deepspeed.ops.op_builder.all_ops", "ALL_OPS", (), "ds_report would not list our op"),
+]
 
 
 def fit(optimizer_class: type) -> None:
@@ -50,7 +51,7 @@ def install() -> None:
     supported += [one for one in classes if one not in supported]
 
 
-def install_early() -> None:
+def install_early(_: Any) -> None:
     """Patch what the first engine calls before it makes its optimizer, which is before `install`.
 
     To be called when `deepspeed.runtime.engine` is imported.  Raises as `install`, which says it
@@ -76,3 +77,13 @@ def configure_optimizer(original: Any, engine: Any, *args: Any, **kwargs: Any) -
         install()
     with constructing.noted(engine):
         return original(engine, *args, **kwargs)
+
+
+def add_op(all_ops: Any) -> None:
+    """Add the op to `deepspeed.ops.op_builder.all_ops`, for ds_report and ds_build."""
+    from deepspeed.ops import op_builder
+
+    from zero8.deepspeed.op_builder import Zero8AdamBuilder
+
+    all_ops.ALL_OPS[Zero8AdamBuilder.NAME] = Zero8AdamBuilder()
+    op_builder.Zero8AdamBuilder = Zero8AdamBuilder
