@@ -101,7 +101,7 @@ RUN = {
 
 NOT_RUN = {
     "README.md": {
-        "-    \"type\"": "the word that the JSON below it has, which a test runs",
+        '-    "type"': "the word that the JSON below it has, which a test runs",
         "make train     #": "takes hours; tests/package/test_doc_blocks.py has make show it",
         "pip install .": "downloads packages; tests/package/test_wheel.py installs what is built",
         "HOSTFILE=hosts": "needs several hosts, as tests/multinode/test_multinode.py has",

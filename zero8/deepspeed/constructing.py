@@ -124,6 +124,11 @@ def unsupported_mode(zero_config: Any) -> str | None:
             "offload_optimizer.super_offload: it steps with DeepSpeedCPUAdam in a process of its "
             "own and undoes steps, which 8-bit states do not allow; set it to false"
         )
+    if offload.ratio < 1.0 and offload.device != "none":
+        return (
+            f"offload_optimizer.ratio {offload.ratio}: DeepSpeed steps the other part with "
+            "another optimizer; set it to 1.0"
+        )
     if offload.device == "nvme" and zero_config.stage < 3:
         return (
             f'offload_optimizer.device "nvme" in ZeRO stage {zero_config.stage}: DeepSpeed would '

@@ -70,10 +70,20 @@ def initialize(original: Callable, zero: Any) -> None:
         _free_page_locked()
 
 
-@seam(STAGE12, "_link_all_hp_params", _WIDE)
+@seam(STAGE12, "_link_all_hp_params", "parameters would be looked for at wrong places")
 def link(original: Callable, zero: Any) -> None:
-    """Widen gradients before scripts write them."""
-    original(zero)
+    """Find parameters under `round_robin_gradients`, and widen gradients before scripts write them.
+
+    DeepSpeed reads the true offsets only if there is padding between parameters, so this pretends
+    that there is.
+    """
+    paddings = zero.round_robin_bit16_padding
+    if zero.round_robin_gradients:
+        zero.round_robin_bit16_padding = [[1] for _ in paddings]
+    try:
+        original(zero)
+    finally:
+        zero.round_robin_bit16_padding = paddings
     if zero.cpu_offload:
         for param in (param for group in zero.bit16_groups for param in group):
             param.set_full_hp_grad = _widening(param.set_full_hp_grad, weakref.ref(zero))

@@ -19,7 +19,7 @@ def when_imported(name: str, call: Callable[[ModuleType], None]) -> None:
 
 
 class _Finder:
-    """A meta path finder that finds one module by the others, and acts after its loader, once."""
+    """A meta path finder that finds one module by the others, and wraps its loader."""
 
     def __init__(self, name: str, call: Callable[[ModuleType], None]):
         self.name, self.call = name, call
@@ -30,14 +30,23 @@ class _Finder:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
-            return spec
-        loader, run = spec.loader, spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            del loader.exec_module  # type: ignore[method-assign]
-            run(module)
-            self.call(module)
-
-        loader.exec_module = exec_module  # type: ignore[method-assign]
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self.call)
         return spec
+
+
+class _Loader:
+    """Runs a module by its own loader, and then calls `call`."""
+
+    def __init__(self, loader, call: Callable[[ModuleType], None]):
+        self.loader, self.call = loader, call
+
+    def create_module(self, spec):
+        """Delegate to the module's own loader."""
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module):
+        """Run the module under its own loader, then call."""
+        module.__spec__.loader = module.__loader__ = self.loader
+        self.loader.exec_module(module)
+        self.call(module)
