@@ -9,7 +9,7 @@ from places import GOLDEN
 
 from zero8.checkpoint.read.inert import Inert
 from zero8.checkpoint.read.safe_load import load
-from zero8.checkpoint.read.torchao import is_weight, values_of
+from zero8.checkpoint.read.torchao_weights import is_weight, values_of
 from zero8.state.weights import INSIDE, INT8_ROWS
 
 PATH = GOLDEN / "torchao_weights.pt"
