@@ -4,7 +4,6 @@
 import shutil
 from argparse import Namespace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,13 +21,10 @@ from universal_worker import (
     Parts,
     error_of_load,
     settings,
-    step_through,
     visit,
 )
-from zero_shards import assert_equals_plain
 from zero_worker import MOMENTS
 
-import zero8
 from zero8.checkpoint.commands import convert as command
 from zero8.checkpoint.write.universal_writer import MODEL_FILES
 
@@ -104,13 +100,6 @@ def journeys(standing_ranks, folder):
     return travel(standing_ranks, WORLD_SIZES, STEPS, CHAINS, folder)
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(standing_ranks):
-    """Return what one rank holds after the steps of all hops, without a checkpoint."""
-    (rank,) = standing_ranks(1).run(step_through, ds_config=settings(2), hops=STEPS)
-    return joined([rank])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("chain", CHAINS)
 def test_universal_checkpoints_keep_all_but_codes_of_cut_blocks(journeys, chain):
@@ -118,41 +107,6 @@ def test_universal_checkpoints_keep_all_but_codes_of_cut_blocks(journeys, chain)
     whole = check_visits(journeys[chain])
     assert {name for name in TRAINED if not whole[name].all()} >= {"embed", "lora_b"}
     assert all(here.float().mean() > 0.7 for here in whole.values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chain", CHAINS)
-def test_universal_checkpoints_are_gone_on_from_as_if_there_were_none(
-    journeys, uninterrupted, chain
-):
-    """Blocks that no boundary has ever cut end with the bits of a run on one rank."""
-    ranks = [rank["stepped"] for rank in journeys[chain][-1]]
-    whole, ended = check_visits(journeys[chain]), joined(ranks)
-    for name, entry in ended.items():
-        for key in set(entry) - {"whole", "holders"}:
-            here = whole[name]
-            assert torch.equal(entry[key][here], uninterrupted[name][key][here]), (name, key)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chain", [name for name in CHAINS if "3" not in name])
-def test_universal_checkpoints_load_on_ranks_that_hold_nothing_but_padding(journeys, chain):
-    """The third group has one element; DeepSpeed alone fails on the other ranks of four."""
-    for rank, result in enumerate(journeys[chain][WORLD_SIZES.index(4)]):
-        *_, single = result["loaded"]["states"]
-        assert len(single["pieces"]) == (1 if rank == 0 else 0)
-        assert single["step"] == 3
-
-
-@pytest.mark.slow
-def test_universal_checkpoints_move_codes_of_cut_blocks(journeys):
-    """Guards the bound of half a code: there are codes that it is about."""
-    saved, loaded = (
-        joined([rank[when] for rank in journeys["zero2"][hop]])
-        for hop, when in ((2, "stepped"), (3, "loaded"))
-    )
-    moved = sum((saved[n]["exp_avg"] != loaded[n]["exp_avg"]).sum() for n in saved)
-    assert moved > 100
 
 
 # --- Other precisions ----------------------------------------------------------------------------
@@ -196,37 +150,6 @@ def test_universal_checkpoints_of_bf16_masters_bring_moments_rounded_to_bf16(pre
                 assert torch.equal(new[which], rounded), parameter
             else:
                 check_within_half_a_code(rounded, new[which], scales, which)
-
-
-# --- Without ZeRO --------------------------------------------------------------------------------
-
-
-def plain_optimizer(folder):
-    """Return parameters, and our optimizer without ZeRO, from a universal checkpoint."""
-    bag, states = Parts(), {}
-    named = [(name, p) for name, p in bag.named_parameters() if name in TRAINED]
-    for number, (name, p) in enumerate(named):
-        entries = {
-            path.stem: torch.load(path, weights_only=False)
-            for path in (Path(folder) / "zero" / name).glob("*.pt")
-        }
-        p.data.copy_(entries.pop("fp32")["param"])
-        states[number] = {"step": torch.tensor(float(entries.pop("step")))}
-        states[number] |= {which: held["param"] for which, held in entries.items()}
-    optimizer = zero8.Adam8bitBlockwise(named)
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
-    return named, optimizer
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chain", ["zero1", "zero2", "zero3"])
-def test_universal_checkpoints_load_without_zero(journeys, chain, folder):
-    """Of four ranks into plain parameters: the blocks that the ranks had not cut, bit for bit."""
-    named, optimizer = plain_optimizer(folder / chain / "2" / "saved_universal")
-    expected = {name: (p.detach(), optimizer.state[p]) for name, p in named}
-    assert {int(state["step"]) for _, state in expected.values()} == {4}
-    saved = joined([rank["stepped"] for rank in journeys[chain][2]])
-    assert_equals_plain(saved, expected, 256, cut_per_param=4)
 
 
 # --- What is refused, and what is lost -----------------------------------------------------------

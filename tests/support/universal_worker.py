@@ -6,8 +6,6 @@ from convert_model import SHAPES
 from ranks import error_of
 from zero_worker import MOMENTS, Bag, base_optimizer, config, held, make_engine, take_step
 
-from zero8.spec.adam import UNKNOWN_HISTORY
-
 
 class Parts(Bag):
     """Parameters of every kind of place in a universal checkpoint; gradients as those of `Bag`."""
@@ -91,20 +89,6 @@ def encoded(engine) -> dict:
         for group in base.param_groups
     ]
     return {**held(engine), "arrived": arrived, "options": options}
-
-
-def step_through(ds_config: dict, hops: tuple) -> dict:
-    """Take the steps of all hops without a checkpoint; return what this rank held at the end.
-
-    What checkpoints do not carry is forgotten between the hops: the bound on m^2/v.
-    """
-    engine = engine_of(ds_config)
-    for steps in hops:
-        for state in base_optimizer(engine).state.values():
-            state["history"] = UNKNOWN_HISTORY
-        for step in steps:
-            take_step(engine, step)
-    return encoded(engine)
 
 
 def steps_to_tensors(engine) -> None:
