@@ -16,11 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
-from attack import OUTSIDE, Attack, checkpoint, made, outside, python, sealed, whole
-from crafted_cases import with_codes
+from attack import OUTSIDE, Attack, checkpoint, made, outside, sealed, whole
 from crafted_files import STOP, call, value
 from places import GOLDEN
-from small_checkpoints import plain_file, zero_folder
 
 from zero8.files.manifest import MANIFEST, MARKER, File, Manifest
 from zero8.files.tags import seal
@@ -83,34 +81,6 @@ def tag_behind_link(folder: Path) -> str:
     (made(folder / "tags") / "in").symlink_to(folder / OUTSIDE)
     (folder / "tags" / "latest").write_text(f"in/{TAG}")
     return checkpoint("convert", folder / "tags", folder / "made", "--to", "zero")
-
-
-# --- A history of 71 bits, which zero8 never writes ----------------------------------------------
-
-
-def plain_history(folder: Path) -> str:
-    (folder / "states.pt").write_bytes(with_codes("history", value(2**70)))
-    return checkpoint("verify", folder / "states.pt")
-
-
-def zero_history(folder: Path) -> str:
-    path = zero_folder(folder / "tags") / "global_step3" / RANK
-    held = torch.load(path, weights_only=False)
-    held["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["history"] = 2**70
-    torch.save(held, path)
-    return checkpoint("verify", folder / "tags")
-
-
-def loaded_history(folder: Path) -> str:
-    path = plain_file(folder / "states.pt")
-    held = torch.load(path, weights_only=False)
-    held["optimizer"]["state"][0]["history"] = 2**70
-    torch.save(held, path)
-    return python(f"""
-import torch
-from small_checkpoints import trained
-trained()[1].load_state_dict(torch.load({str(path)!r}, weights_only=False)["optimizer"])
-""")
 
 
 # --- Odd manifests -------------------------------------------------------------------------------
@@ -228,9 +198,6 @@ ATTACKS = (
         for name in (f"{'../' * 4}{OUTSIDE}/evil", "/tmp/evil", "..")
     ),
     Attack("tag behind a link", tag_behind_link, (1,), (f"in/{TAG}",)),
-    Attack("history in a plain file", plain_history, (1,), ("history",)),
-    Attack("history in a file of ZeRO", zero_history, (1,), ("history",)),
-    Attack("history for load_state_dict", loaded_history, (1,), ("Error", "history")),
     Attack("folder as manifest", folder_for_manifest, (1,), (MANIFEST,)),
     Attack("manifest linked to itself", manifest_linked_to(MANIFEST), (1,), (MANIFEST,)),
     Attack("manifest linked to a device", manifest_linked_to("/dev/zero"), (1,), (MANIFEST,)),

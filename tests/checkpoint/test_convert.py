@@ -62,40 +62,6 @@ def test_convert_to_plain_goes_on_with_the_bits_of_the_source(source, made, sour
     assert ("exp_avg" in saved["unused"]) == ("zero" in source)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("source", SOURCES)
-def test_convert_to_plain_keeps_codes_and_scales_of_all_blocks_that_are_whole(
-    source, made, source_at
-):
-    path, result = made(source, "plain")
-    fragments = fragments_in(source_at(source))
-    pieces, blocks_cut = pieces_of(source_at(source)), set()
-    wholes = {f.name: f for f in fragments_in(path)}
-    for fragment in fragments:
-        whole = wholes[fragment.name]
-        assert (fragment.step, whole.step) == (SAVED_AFTER, SAVED_AFTER)
-        of_it = [f.memory["history"] for f in fragments if f.name == fragment.name]
-        assert whole.memory == {"history": max(of_it)}
-        kept, piece = uncut(fragment.name, pieces).flatten(), fragment.piece
-        if not piece.is_quantized or not piece.numel:
-            continue
-        assert piece.identity == whole.piece.identity
-        here = slice(piece.first, piece.first + piece.numel)
-        block, _ = piece.grid.block_numbers(0, piece.grid.num_rows * piece.grid.row_length)
-        for mine, theirs in zip(whole.stores, fragment.stores, strict=True):
-            assert mine.codec == theirs.codec
-            codes, got = theirs.piece(0).values, mine.codes[here]
-            assert torch.equal(got[kept[here]], codes[kept[here]])
-            for element, scale in _first_of_blocks(piece, theirs.piece(0).scales):
-                number_of_block = int(block[element])
-                if kept[element]:
-                    assert torch.equal(mine.scales[number_of_block], scale)
-                else:
-                    blocks_cut.add((fragment.name, number_of_block))
-    assert result["blocks_joined"] <= len(blocks_cut)
-    assert (result["blocks_joined"] > 0) == (source in WITH_CUTS), blocks_cut
-
-
 WITH_CUTS = [s for s in SOURCES if s[-1] in "23"]
 
 
@@ -109,13 +75,6 @@ def decoded_in(path):
         for values, store in zip(moments, fragment.stores, strict=True):
             values[there] = store.read(0, fragment.piece.numel)
     return found
-
-
-def _first_of_blocks(piece, scales):
-    """Yield an element of each block that a piece touches, and the block's scale there."""
-    block, _ = piece.grid.block_numbers(piece.first, piece.numel)
-    for number, scale in enumerate(scales):
-        yield piece.first + int(torch.nonzero(block == number)[0]), scale
 
 
 @pytest.mark.slow

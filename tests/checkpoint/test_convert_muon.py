@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversions of Muon's checkpoints, in which AdamW steps what is no matrix."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from convert_cases import converted
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from fsdp_checkpoints import save
 from muon_in_zero import IN_FLOAT32, LAYOUTS, OF_DEEPSPEED, WithoutFilters, results
-from muon_sharded import codes, resumed, run, sharded
+from muon_sharded import resumed, run, sharded
 from muon_worker import MATRICES, SHAPES, Known, alone, optimizer_of, wrong
 from zero_worker import base_optimizer, config, make_engine, take_step
 
@@ -218,21 +217,3 @@ def test_checkpoint_of_deepspeeds_muon_goes_on_in_zero8s(stage, standing_ranks, 
     for loaded, steps in ranks.run(load_deepspeeds, **arguments):
         assert wrong(loaded, expected) == []
         assert steps == SAVED_AFTER + 1
-
-
-def test_codes_of_a_converted_folder_are_those_of_the_source(source_at, tmp_path):
-    """Nothing is encoded anew; the quick guard of the slow tests above."""
-    source = source_at("plain")
-    converted(source, tmp_path / "dcp", "dcp")
-    converted(tmp_path / "dcp", tmp_path / "made", "plain")
-    shutil.rmtree(tmp_path / "dcp")
-    saved, made = (
-        torch.load(path, weights_only=True)["optimizer"] for path in (source, tmp_path / "made")
-    )
-    model = Known()
-    optimizer = optimizer_of(model)
-    optimizer.load_state_dict(made)
-    mine = codes(optimizer)
-    for number, entries in saved["state"].items():
-        for key, values in entries.items():
-            assert torch.equal(torch.as_tensor(mine[number][key]), torch.as_tensor(values)), key

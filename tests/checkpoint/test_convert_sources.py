@@ -59,25 +59,18 @@ def test_convert_of_one_moment_keeps_its_codes_and_decodes_to_fp32(made, options
         run(other, other.param_groups[0]["params"], 1)
 
 
-def test_convert_of_torchs_sgd_keeps_its_float32_moments(tmp_path):
-    """Its states do not say their step: they have taken one at least."""
-    _, theirs = saved_with(torch.optim.SGD, tmp_path / "in", **SGD)
+@pytest.mark.parametrize(
+    ("made", "options"), [(torch.optim.AdamW, {}), (torch.optim.SGD, SGD)], ids=["adamw", "sgd"]
+)
+def test_convert_of_torchs_optimizer_keeps_its_float32_moments(made, options, tmp_path):
+    """SGD's states do not say their step: they have taken one at least."""
+    _, theirs = saved_with(made, tmp_path / "in", **options)
     for to in ("plain", "fp32"):
         converted(tmp_path / "in", tmp_path / to, to)
         state = torch.load(tmp_path / to, weights_only=True)["optimizer"]["state"]
         for number, entries in theirs.state_dict()["state"].items():
-            assert torch.equal(state[number]["momentum_buffer"], entries["momentum_buffer"])
-            assert int(state[number]["step"]) == 1
-
-
-def test_convert_of_adamw_keeps_its_float32_moments(tmp_path):
-    _, adamw = saved_plain(tmp_path / "in", torch.optim.AdamW)
-    for to in ("plain", "fp32"):
-        converted(tmp_path / "in", tmp_path / to, to)
-        state = torch.load(tmp_path / to, weights_only=True)["optimizer"]["state"]
-        for number, entries in adamw.state_dict()["state"].items():
-            assert entries.keys() == state[number].keys()
-            assert all(torch.equal(state[number][key], entries[key]) for key in entries)
+            assert state[number].keys() == {"step", *entries}
+            assert same(state[number], {"step": 1.0} | entries, entries.keys() | {"step"})
     result = converted(tmp_path / "in", tmp_path / "dcp", "dcp")
     assert any("state_dict_format" in note for note in result["notes"])
 

@@ -12,9 +12,7 @@ from crafted_cases import (
     dcp_folder,
     floats,
     metadata,
-    second_moment,
     with_codes,
-    with_first_moment,
     with_moments,
 )
 from crafted_files import tensor, value
@@ -47,11 +45,6 @@ def test_good_files_of_the_same_make_are_read(tmp_path):
     (tmp_path / "adam.pt").write_bytes(with_moments(tensor(floats(), [256], [1])))
     (fragment,) = fragments_in(tmp_path / "adam.pt")
     assert (fragment.step, fragment.memory) == (1, {"history": UNKNOWN_HISTORY})
-    (tmp_path / "rank").mkdir()
-    path = tmp_path / "rank" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    path.write_bytes(with_first_moment(history=value(1.0), exp_avg_sq=second_moment()))
-    (fragment,) = fragments_in(tmp_path / "rank")
-    assert (fragment.step, fragment.memory) == (1, {"history": 1.0})
     (tmp_path / "ours.pt").write_bytes(with_codes("step", value(7)))
     (fragment,) = fragments_in(tmp_path / "ours.pt")
     assert (fragment.step, fragment.piece.is_quantized) == (7, True)

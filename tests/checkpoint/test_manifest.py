@@ -9,16 +9,14 @@ import tracemalloc
 from contextlib import nullcontext
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zero8.files import atomic, tags
 from zero8.files import manifest as manifests
-from zero8.files.manifest import MANIFEST, MARKER, File, Manifest, paths_in
-from zero8.files.tags import seal, verify
+from zero8.files.manifest import MANIFEST, MARKER, File, Manifest
+from zero8.files.tags import seal
 
 CONTENTS = {"model.pt": b"m" * 1000, "deep/er/rank0.pt": b"0" * 77, "deep/er/rank1.pt": b"1" * 77}
 
@@ -36,14 +34,6 @@ def folder(tmp_path):
 
 def reasons(folder):
     return {damage.path: damage.reason for damage in Manifest.read(folder).check(folder)}
-
-
-def test_seal_again_after_a_change_makes_the_folder_complete_again(folder):
-    (folder / "model.pt").write_bytes(b"other")
-    with pytest.raises(ValueError, match="model.pt"):
-        verify(folder)
-    seal(folder)
-    assert len(verify(folder).files) == len(CONTENTS)
 
 
 def test_seal_syncs_every_file_and_folder_before_the_manifest_names_them(folder, monkeypatch):
@@ -72,16 +62,11 @@ def flip(path):
 DAMAGES = {
     "flipped": (flip, "contents differ"),
     "cut": (lambda path: os.truncate(path, 5), "truncated: got 5 bytes, expected 77"),
-    "emptied": (lambda path: os.truncate(path, 0), "truncated: got 0 bytes, expected 77"),
     "longer": (lambda path: path.write_bytes(bytes(90)), "too long: got 90 bytes, expected 77"),
     "missing": (os.remove, "missing"),
     "of another rank": (
         lambda path: path.write_bytes(CONTENTS["deep/er/rank0.pt"]),
         "contents differ: they are those of deep/er/rank0.pt of rank 0",
-    ),
-    "a folder": (
-        lambda path: (os.remove(path), path.mkdir()),
-        "cannot be read: {path}: got a folder, expected a file",
     ),
 }
 
@@ -122,17 +107,6 @@ def test_shares_are_each_writers_own_files_for_as_many_ranks():
     assert shares == [["b"], ["a", "c"]]
 
 
-@pytest.mark.parametrize("count", [1, 3, 4, 50])
-def test_shares_are_balanced_and_cover_all_for_other_numbers(count):
-    manifest = manifest_of(*((f"f{i}", 10 + i % 7, i % 2) for i in range(40)))
-    shares = [manifest.share(index, count) for index in range(count)]
-    assert sorted(file.path for share in shares for file in share) == sorted(
-        file.path for file in manifest.files
-    )
-    loads = [sum(file.size_bytes for file in share) for share in shares]
-    assert max(loads) - min(loads) <= 16
-
-
 def test_check_by_shares_finds_each_damage_once(folder):
     flip(folder / "model.pt")
     os.remove(folder / "deep/er/rank0.pt")
@@ -153,16 +127,6 @@ def test_check_needs_memory_for_one_chunk_only(tmp_path):
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak_bytes < 1.5 * manifests.CHUNK_BYTES
-
-
-def test_verify_lists_all_damages_but_no_endless_list(tmp_path):
-    for number in range(30):
-        (tmp_path / f"file{number:02}").write_bytes(b"x")
-    seal(tmp_path)
-    for number in range(30):
-        (tmp_path / f"file{number:02}").write_bytes(b"y")
-    with pytest.raises(ValueError, match=r"(?s)file00.*file19.*and 10 more$"):
-        verify(tmp_path)
 
 
 # --- Manifests that say anything -----------------------------------------------------------------
@@ -194,27 +158,16 @@ def test_manifest_crafted_without_changes_is_read():
 BAD = {
     "empty": "",
     "not JSON": "{",
-    "deep": "[" * 100_000,
-    "another format": crafted(format="x"),
     "a newer format": crafted(format=2),
-    "sequence huge": crafted(sequence=10**30),
     "world_size -1": crafted(world_size=-1),
-    "rank 1 of nobody knows": crafted(world_size=0, files=entry(rank=1)),
-    "an entry more": crafted(more=1),
     "absolute path": crafted(files=entry(path="/etc/passwd")),
     "parent": crafted(files=entry(path="../a")),
-    "empty path": crafted(files=entry(path="")),
     "newline": crafted(files=entry(path="a\nb")),
-    "long path": crafted(files=entry(path="a" * 5000)),
     "itself": crafted(files=entry(path=MANIFEST)),
     "size -1": crafted(files=entry(size_bytes=-1)),
-    "size 1.0": crafted(files=entry(size_bytes=1.0)),
-    "hash of capitals": crafted(files=entry(hash="A" * 32)),
     "rank 2 of 2": crafted(files=entry(rank=2)),
     "twice": crafted(files=entry() * 2),
-    "a file more": crafted(files=entry(more=1)),
     "wrong hash": crafted()[:-6] + "0" + crafted()[-5:],
-    "spaces": crafted() + " ",
 }
 
 
@@ -225,11 +178,6 @@ def test_manifest_that_is_bad_is_a_valueerror(tmp_path, name):
     with pytest.raises(ValueError) as caught:
         Manifest.read(tmp_path)
     assert str(tmp_path / MANIFEST) in str(caught.value) and len(str(caught.value)) < 1000
-
-
-def test_manifest_of_a_newer_format_says_so():
-    with pytest.raises(ValueError, match="got format 2, this zero8 reads 1; use a newer zero8"):
-        Manifest.parsed(crafted(format=2).encode())
 
 
 def test_manifest_beyond_the_limit_is_not_read_in_whole(tmp_path, monkeypatch):
@@ -265,25 +213,6 @@ def test_manifest_with_any_value_is_read_or_a_valueerror(name, value):
         return
     assert type(value) in (int, str)
     assert not manifest.files[0].path.startswith("/")
-
-
-names = st.text("abc./_-", min_size=1, max_size=12)
-
-
-def leads_out(path):
-    """Whether a path is not the shortest one of a file inside its folder."""
-    return path != os.path.normpath(path) or path.split("/")[0] in ("", ".", "..")
-
-
-@given(st.lists(st.tuples(names, st.integers(0, 2**40), st.integers(0, 3)), max_size=5))
-def test_manifest_that_was_written_is_read_back(entries):
-    paths = [path for path, _, _ in entries]
-    if any(map(leads_out, paths)) or len(set(paths)) < len(paths):
-        with pytest.raises(ValueError, match=r"expected one|names a file twice"):
-            manifest_of(*entries, world_size=4)
-    else:
-        manifest = manifest_of(*entries, world_size=4)
-        assert Manifest.parsed(manifest.text().encode()) == manifest
 
 
 # --- Files ---------------------------------------------------------------------------------------
@@ -329,13 +258,3 @@ def test_lock_on_a_file_system_without_locks_lets_the_block_run(
 
 
 # --- Folders that others write -------------------------------------------------------------------
-
-
-def test_seal_of_a_dcp_folder_finds_what_dcp_does_not(tmp_path):
-    tensors = {"weight": torch.arange(4096.0)}
-    dcp.save(tensors, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    seal(tmp_path / "dcp")
-    assert {".metadata"} < set(paths_in(tmp_path / "dcp"))
-    flip(next((tmp_path / "dcp").glob("*.distcp")))
-    with pytest.raises(ValueError, match=r"distcp \(written by rank 0\): contents differ"):
-        verify(tmp_path / "dcp")

@@ -45,13 +45,6 @@ def test_tag_is_complete_when_it_has_ended_and_not_before(tmp_path):
     verify(tmp_path / "a")
 
 
-def test_tag_that_is_saved_again_is_incomplete_and_empty_at_once(tmp_path):
-    save(tmp_path, "a")
-    begin(tmp_path, "a")
-    assert states(tmp_path) == {"a": INCOMPLETE}
-    assert [path.name for path in (tmp_path / "a").iterdir()] == [MARKER]
-
-
 def test_tag_that_was_interrupted_is_cleared_by_the_next_save_of_it_but_for_others_files(tmp_path):
     begin(tmp_path, "a")
     (tmp_path / "a" / "offloaded").mkdir()

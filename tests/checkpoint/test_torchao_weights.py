@@ -3,13 +3,12 @@
 
 import pytest
 import torch
-from checkpoint_command import called
 from convert_cases import converted, same
 from places import GOLDEN
 
 from zero8.checkpoint.read.inert import Inert
 from zero8.checkpoint.read.safe_load import load
-from zero8.checkpoint.read.torchao import is_weight, values_of
+from zero8.checkpoint.read.torchao_weights import values_of
 from zero8.state.weights import INSIDE, INT8_ROWS
 
 PATH = GOLDEN / "torchao_weights.pt"
@@ -56,11 +55,6 @@ def test_convert_of_torchao_weights_to_another_target_keeps_their_values(to, tmp
         assert torch.equal(found[name].float(), values.float()), name
 
 
-def test_diff_of_torchao_weights_with_what_they_convert_to_finds_nothing(tmp_path, capsys):
-    converted(PATH, tmp_path / "out", "plain")
-    assert called(capsys, "diff", PATH, tmp_path / "out", status=0)["different"] == []
-
-
 def saved_weight(kind: str, parts: object) -> Inert:
     made = Inert(f"torchao.somewhere.{kind}", ())
     made.state = parts
@@ -90,10 +84,3 @@ def test_reader_of_int8_weights_whose_tensors_do_not_fit_raises_value_error(part
 def test_reader_of_weights_without_their_tensors_raises_value_error(kind, parts):
     with pytest.raises(ValueError, match="'w': got a weight of torchao's without its tensors"):
         values_of("w", saved_weight(kind, parts))
-
-
-def test_reader_of_other_objects_finds_no_weight():
-    assert is_weight(saved_weight(INT8_ROWS, {}))
-    assert not is_weight(saved_weight("AffineQuantizedTensor", {}))
-    assert not is_weight(Inert(f"other.somewhere.{INT8_ROWS}", ()))
-    assert not is_weight(3)

@@ -10,7 +10,7 @@ import torch
 from fake_gpu_tensors import DEVICE, Gpu, crossings
 from moment_samples import MOMENTS, NUMEL, moment, values_for
 
-from zero8.checkpoint.read.bitsandbytes import from_bitsandbytes, to_bitsandbytes
+from zero8.checkpoint.read.foreign import from_foreign, to_bitsandbytes
 from zero8.deepspeed.moment_tensor import MomentTensor
 from zero8.spec import dither
 from zero8.spec.adam import ADAM
@@ -200,8 +200,8 @@ def bitsandbytes_and_back(codec):
     expected = to_bitsandbytes({"state": states, "param_groups": []})
     with staying():
         got = to_bitsandbytes({"state": there, "param_groups": []})
-        back = from_bitsandbytes(got)
-    for ours, theirs in ((got, expected), (back, from_bitsandbytes(expected))):
+        back = from_foreign(got)
+    for ours, theirs in ((got, expected), (back, from_foreign(expected))):
         for number, entries in theirs["state"].items():
             names = [k for k, v in entries.items() if isinstance(v, torch.Tensor) and k != "format"]
             assert_same([ours["state"][number][k] for k in names], [entries[k] for k in names])

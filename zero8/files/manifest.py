@@ -106,32 +106,30 @@ class Manifest:
         """Return the manifest in these bytes; raises ValueError if they are damaged."""
         try:
             found = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"damaged, not JSON: {error}") from error
-        version = found.get("format") if isinstance(found, dict) else None
-        if type(version) is int and version > FORMAT_VERSION:
-            raise ValueError(
-                f"got format {version}, this zero8 reads {FORMAT_VERSION}; use a newer zero8"
-            )
-        names = ["format", "sequence", "world_size", "files", "hash"]
-        if not isinstance(found, dict) or list(found) != names or version != FORMAT_VERSION:
-            raise ValueError(f"damaged, expected a format, 1, and the entries {names[1:]}")
-        files = found["files"]
-        if not isinstance(files, list):
-            raise ValueError("damaged, expected a list of files")
-        manifest = cls(
-            _integer("sequence", found["sequence"], 1, LARGEST_SEQUENCE),
-            _integer("world_size", found["world_size"], 0),
-            tuple(_file(entry) for entry in files),
-        )
+            version = found["format"]
+            if type(version) is int and version > FORMAT_VERSION:
+                what = f"got format {version}, this zero8 reads {FORMAT_VERSION}"
+                raise ValueError(f"{what}; use a newer zero8")
+            files = tuple(File(**entry) for entry in found["files"])
+            manifest = cls(found["sequence"], found["world_size"], files)
+        except (LookupError, TypeError, RecursionError, json.JSONDecodeError) as error:
+            raise ValueError(f"damaged, not a manifest in JSON: {str(error)[:200]}") from error
         if manifest.text().encode() != data:  # compares the hash, the order and all spaces
             raise ValueError("damaged, its text does not match its hash")
-        if len({file.path for file in manifest.files}) < len(manifest.files):
-            raise ValueError("damaged, names a file twice")
-        ranks = manifest.world_size or 1
-        if any(file.rank >= ranks for file in manifest.files):
-            raise ValueError(f"damaged, only {ranks} rank(s) can have written files")
+        manifest._check_values()
         return manifest
+
+    def _check_values(self) -> None:
+        _check_integer("sequence", self.sequence, 1, LARGEST_SEQUENCE)
+        _check_integer("world_size", self.world_size, 0)
+        for file in self.files:
+            _check_path(file.path)
+            _check_integer("size_bytes", file.size_bytes, 0)
+            _check_integer("rank", file.rank, 0, max(0, self.world_size - 1))
+            if not isinstance(file.hash, str) or not _HASH.fullmatch(file.hash):
+                raise ValueError(f"damaged, got hash {str(file.hash)[:80]!r}")
+        if len({file.path for file in self.files}) < len(self.files):
+            raise ValueError("damaged, names a file twice")
 
     def text(self) -> str:
         """Return the JSON text."""
@@ -248,29 +246,17 @@ def paths_in(folder: Path) -> Iterator[str]:
             yield path
 
 
-def _file(entry: object) -> File:
-    if not isinstance(entry, dict) or list(entry) != ["path", "size_bytes", "hash", "rank"]:
-        raise ValueError(f"damaged, got {str(entry)[:80]} as a file")
-    digits = entry["hash"]
-    if not isinstance(digits, str) or not _HASH.fullmatch(digits):
-        raise ValueError(f"damaged, got hash {str(digits)[:80]!r}")
-    size_bytes = _integer("size_bytes", entry["size_bytes"], 0)
-    return File(_inside(entry["path"]), size_bytes, digits, _integer("rank", entry["rank"], 0))
-
-
-def _inside(path: object) -> str:
-    """Return a path that does not lead out of its folder."""
+def _check_path(path: object) -> None:
+    """Raise ValueError for a path that may lead out of its folder."""
     if not isinstance(path, str) or not 0 < len(path) <= 4096 or not path.isprintable():
         raise ValueError(f"damaged, got path {str(path)[:80]!r}")
     is_path = not leads_out(path) and PurePosixPath(path).as_posix() == path
     if not is_path or path.count("/") > MAX_DEPTH or path in (MANIFEST, MARKER):
         raise ValueError(f"got path {path[:80]!r}, expected one inside the folder")
-    return path
 
 
-def _integer(name: str, value: object, smallest: int, largest: int = _LARGEST) -> int:
+def _check_integer(name: str, value: object, smallest: int, largest: int = _LARGEST) -> None:
     if type(value) is not int or not smallest <= value <= largest:
         raise ValueError(
             f"damaged, got {name} {str(value)[:80]}, expected one from {smallest} to {largest}"
         )
-    return value

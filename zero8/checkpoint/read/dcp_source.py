@@ -5,7 +5,7 @@ torch unpickles that freely.  Here nothing but the classes of such files is made
 
 Optimizer states are recognized by the keys that torch.distributed.checkpoint.state_dict makes,
 flattened or not: `<prefix>state.<parameter>.<entry>`.  Weights of parameters with states that are
-saved as the parts of torchao's classes are put together (`zero8.checkpoint.read.torchao`).
+saved as the parts of torchao's classes are put together (`zero8.checkpoint.read.torchao_weights`).
 """
 
 import io
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from zero8.checkpoint.read.fragment import Fragment, fragment_of
 from zero8.checkpoint.read.safe_load import damage_in, load_bytes
 from zero8.checkpoint.read.source import Facts, Source
-from zero8.checkpoint.read.torchao import PARTS, weight_of
+from zero8.checkpoint.read.torchao_weights import PARTS, weight_of
 from zero8.files.inside import opened, opened_at
 from zero8.spec.shown import shown
 from zero8.state.entries import ENTRIES, FIRST_ENTRIES

@@ -11,18 +11,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from zero8.checkpoint.read.bitsandbytes import from_bitsandbytes, is_of_bitsandbytes
+from zero8.checkpoint.read.foreign import from_foreign, is_foreign
 from zero8.checkpoint.read.fragment import Fragment, fragment_of
 from zero8.checkpoint.read.safe_load import damage_in, load
 from zero8.checkpoint.read.source import Facts, Source
-from zero8.checkpoint.read.torchao import from_torchao, is_of_torchao, is_weight, values_of
+from zero8.checkpoint.read.torchao_weights import is_weight, values_of
 from zero8.spec.shown import shown
-
-LIBRARIES: dict[str, tuple[Callable[[object], bool], Callable[[dict], dict]]] = {
-    "bitsandbytes": (is_of_bitsandbytes, from_bitsandbytes),
-    "torchao": (is_of_torchao, from_torchao),
-}
-"""By name: whether a state is of this library, and what converts a state dict of it."""
 
 
 class PlainSource(Source):
@@ -87,12 +81,9 @@ class PlainSource(Source):
                 f"{self.path}: got {len(found)} state dicts of optimizers (dicts with the keys "
                 '"state" and "param_groups"), expected one'
             )
-        for library, (is_of_it, convert) in LIBRARIES.items():
-            if any(map(is_of_it, found[0]["state"].values())):
-                try:
-                    return convert(found[0])
-                except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-                    raise ValueError(f"{self.path}: states of {library}: {error!r}") from error
+        if any(map(is_foreign, found[0]["state"].values())):
+            with damage_in(self.path):
+                return from_foreign(found[0])
         return found[0]
 
     @cached_property

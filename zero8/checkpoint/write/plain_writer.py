@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero8.checkpoint.read.bitsandbytes import to_bitsandbytes
 from zero8.checkpoint.read.contents import Contents
+from zero8.checkpoint.read.foreign import to_bitsandbytes
 from zero8.files.atomic import save
 from zero8.spec.algorithm import Algorithm
 

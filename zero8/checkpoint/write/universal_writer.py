@@ -16,7 +16,6 @@
 It is in float32 and loads with the same codes and scales: quantize(dequantize(q)) is q.
 """
 
-import os
 from pathlib import Path
 
 import torch
@@ -156,9 +155,5 @@ def _write_run(contents: Contents, step: int, folder: Path) -> None:
         "mp_world_size": 1,
         "ds_version": DEEPSPEED_VERSION,
     }
-    first, second = (folder / name for name in MODEL_FILES)
-    save(states, first)
-    try:
-        os.link(first, second)
-    except OSError:  # a file system without links
-        save(states, second)
+    for name in MODEL_FILES:
+        save(states, folder / name)
