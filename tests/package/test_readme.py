@@ -1,29 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What README shows must run, and what it says of defaults must be so."""
+"""What README shows must run."""
 
-import inspect
 import json
 import re
 
 import pytest
 from doc_blocks import reader, type_in
 from doc_worker import bits_in_an_engine
-from places import ROOT
 from ranks import build_ops
 
-from examples.gpt import report
 from zero8.files import tags
-from zero8.optimizer.elementwise import Adam8bitBlockwise
-
-SETTINGS = (ROOT / "docs" / "algorithms.md").read_text()
 
 
+@pytest.mark.shown("README.md", "torch.nn.Linear(256, 256))\noptimizer")
 def test_readme_python_example_runs_and_prints_the_report(block, capsys):
     exec(block.text, {})
     assert "8-bit: 131,072 elements" in capsys.readouterr().out
 
 
 @pytest.mark.slow
+@pytest.mark.shown("README.md", "fully_shard(model", "$ torchrun")
 def test_readme_fsdp2_example_prints_the_report_that_readme_shows(blocks, tmp_path):
     script, shell = blocks
     (tmp_path / "fsdp2.py").write_text(script.text)
@@ -31,6 +27,7 @@ def test_readme_fsdp2_example_prints_the_report_that_readme_shows(blocks, tmp_pa
     assert type_in(tmp_path, command) == shown
 
 
+@pytest.mark.shown("README.md", "tagged.saving")
 def test_readme_example_of_tags_makes_a_complete_one(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(block.text, {})
@@ -45,6 +42,7 @@ MEASURED = re.compile(r"[\d.]+ GB/s|(?<=\b25)\d(?= of)|\b\d\.\d\d\b|\d\.\de-\d+|
 
 
 @pytest.mark.slow
+@pytest.mark.shown("README.md", "$ zero8 checkpoint verify")
 def test_readme_commands_of_checkpoints_print_what_readme_shows(block, tmp_path):
     """After the first steps of the run that `make train` does; but for what is measured."""
     build_ops()
@@ -61,22 +59,8 @@ def test_readme_commands_of_checkpoints_print_what_readme_shows(block, tmp_path)
     assert (tmp_path / "other" / "latest_universal").read_text() == "universal"
 
 
+@pytest.mark.shown("README.md", '"zero_optimization": {"stage": 2')
 def test_readme_json_example_steps_in_an_engine(block, standing_ranks):
     for found in standing_ranks(2).run(bits_in_an_engine, ds_config=json.loads(block.text)):
         assert 8 in found.pop("bits")
         assert found == {"type": "Adam8bitBlockwise", "stage": 2, "offload": "cpu"}
-
-
-def test_readme_table_of_settings_names_the_defaults():
-    table = SETTINGS[SETTINGS.index("All optimizers take these") : SETTINGS.index("## Muon")]
-    rows = re.findall(r"^\| `(\w+)` \| `?(.*?)`? \|", table, re.MULTILINE)
-    parameters = inspect.signature(Adam8bitBlockwise.__init__).parameters
-    assert len(rows) == 8
-    for name, default in rows:
-        expected = parameters[name].default
-        assert json.loads(default) == (list(expected) if expected == () else expected), name
-
-
-def test_readme_tables_of_the_demo_are_its_records(block):
-    record = ROOT / "benchmarks" / "records" / "demo_cpu_202611.json"
-    assert block.text.strip("\n") in report.text(json.loads(record.read_text()))
