@@ -37,8 +37,8 @@ NIGHTLY = (
     "kernel/test_thread_sanitizer.py",
     "kernel/test_vec.py",
     "optimizer/test_recipes.py",
+    "package/test_doc_blocks.py",
     "package/test_examples.py",
-    "package/test_readme.py",
     "package/test_wheel.py",
 )
 

@@ -156,7 +156,9 @@ def _cuda_kernel(report: dict) -> dict:
             report["warnings"].append(f"parameters on a GPU cannot step: {reason}")
     for gpu in gpus:
         served = "" if gpu["is_served"] else ": NOT SERVED, keep parameters on the CPU"
-        lines.append(("gpu", f"{gpu['name']}, capability {gpu['architecture'] / 10}{served}"))
+        lines.append(
+            ("gpu", f"{gpu['name']}, compute capability {gpu['architecture'] / 10}{served}")
+        )
     return {"backend": name, "version": version, "reason": reason, "gpus": gpus}
 
 

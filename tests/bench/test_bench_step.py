@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.step import __main__ as command
-from benchmarks.step import contenders, timing
+from benchmarks.step import timing
 from benchmarks.step.contenders import ZERO8, Params, zero8_contenders
 from benchmarks.step.peers import CUDA_VARIANTS, VARIANTS
 from zero8.spec.algorithms import ELEMENTWISE
@@ -91,13 +91,3 @@ def test_contenders_share_tensors_and_step_on_all_of_them(algorithm):
         before = [t.clone() for t in one.states]
         one.step()
         assert not all(map(torch.equal, one.states, before))
-
-
-def test_copies_leave_the_tensors_of_their_contenders_alone():
-    ours = zero8_contenders("adam", ["log", "fp8"], Params(NUMEL, "cpu"))
-    copies = contenders.copies(ours)
-    assert [copy.variant for copy in copies] == [v.name for v in VARIANTS]
-    for copy in copies:
-        before = [t.clone() for t in (copy.param, *copy.states)]
-        copy.step()
-        assert all(map(torch.equal, (copy.param, *copy.states), before))

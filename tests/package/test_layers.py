@@ -81,19 +81,6 @@ def test_layers_imports_point_to_lower_layers():
     ] == []
 
 
-@pytest.mark.shown("docs/architecture.md", "spec <-")
-def test_layers_line_of_the_architecture_is_in_the_order_of_the_table(block):
-    groups = [group.strip().split(", ") for group in block.text.split("<-")]
-    layers = [{layer_of(part) for part in group} for group in groups]
-    assert all(len(layer) == 1 for layer in layers)
-    assert layers == sorted(layers, key=min) and len(set().union(*layers)) == len(groups)
-
-
-def test_layers_name_parts_that_exist():
-    parts = {part_of(source) for source in SOURCES}
-    assert sum(map(len, LAYERS)) == len(set().union(*LAYERS)) == len(parts)
-
-
 def test_layers_package_imports_nothing_that_is_not_installed_with_it():
     outside = {"benchmarks", "examples", "launch", "tests"}
     found = {n: outside & {t.partition(".")[0] for t in imported(p)} for n, p in SOURCES.items()}
