@@ -119,8 +119,7 @@ def _is_there(name: str) -> bool:
 
 
 def _build_tools(report: dict) -> dict:
-    compiler = build.compiler()
-    is_needed = build.library() != build.INSTALLED
+    compiler, is_needed = build.compiler(), build.library() != build.INSTALLED
     report["lines"].append(("compiler", compiler or "not found" + ", not needed" * (not is_needed)))
     return {"compiler": compiler}
 
@@ -156,9 +155,8 @@ def _cuda_kernel(report: dict) -> dict:
             report["warnings"].append(f"parameters on a GPU cannot step: {reason}")
     for gpu in gpus:
         served = "" if gpu["is_served"] else ": NOT SERVED, keep parameters on the CPU"
-        lines.append(
-            ("gpu", f"{gpu['name']}, compute capability {gpu['architecture'] / 10}{served}")
-        )
+        name_and_capability = f"{gpu['name']}, compute capability {gpu['architecture'] / 10}"
+        lines.append(("gpu", name_and_capability + served))
     return {"backend": name, "version": version, "reason": reason, "gpus": gpus}
 
 
