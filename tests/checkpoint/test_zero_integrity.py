@@ -184,7 +184,7 @@ def test_load_of_a_damaged_checkpoint_names_file_writer_and_reason(damaged, name
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.shown("README.md", "runs/7b/global_step800 is damaged")
+@pytest.mark.shown("docs/checkpoints.md", "runs/7b/global_step800 is damaged")
 def test_load_of_a_damaged_checkpoint_is_the_error_that_readme_shows(block, damaged, name):
     """But for names and numbers."""
     expected = re.escape(block.text.strip())

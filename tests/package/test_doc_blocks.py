@@ -137,7 +137,7 @@ def test_readme_fsdp2_example_prints_the_report_that_readme_shows(blocks, tmp_pa
     assert type_in(tmp_path, command) == shown
 
 
-@pytest.mark.shown("README.md", "tagged.saving")
+@pytest.mark.shown("docs/checkpoints.md", "tagged.saving")
 def test_readme_example_of_tags_makes_a_complete_one(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(block.text, {})
@@ -152,7 +152,7 @@ MEASURED = re.compile(r"[\d.]+ GB/s|(?<=\b25)\d(?= of)|\b\d\.\d\d\b|\d\.\de-\d+|
 
 
 @pytest.mark.slow
-@pytest.mark.shown("README.md", "$ zero8 checkpoint verify")
+@pytest.mark.shown("docs/checkpoints.md", "$ zero8 checkpoint verify")
 def test_readme_commands_of_checkpoints_print_what_readme_shows(block, tmp_path):
     """After the first steps of the run that `make train` does; but for what is measured."""
     build_ops()
