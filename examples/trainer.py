@@ -31,19 +31,13 @@ def main() -> None:
     rows = [{"input_ids": row, "labels": row} for row in tokens]
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    config = LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=4, **sizes)
     args = TrainingArguments(
         output_dir=arguments.out,
         max_steps=arguments.steps,
         learning_rate=1e-3,
         logging_steps=10,
-        save_strategy="steps",
         save_steps=10,
         report_to=[],
     )

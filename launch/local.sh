@@ -5,7 +5,7 @@
 # with its fp32 twin, the AdamW, Lion, SGD or Muon of DeepSpeed or PyTorch. Then write OUT/summary.json
 # and OUT/loss.png and print a table. Warnings of each rank are in OUT/*.log.
 #
-# usage: launch/local.sh [--dry-run | --help], with these environment variables [and defaults]:
+# usage: launch/local.sh [--help], with these environment variables [and defaults]:
 #   ENGINE     deepspeed, or fsdp2 for pure PyTorch [deepspeed; with WEIGHTS=int8 fsdp2]
 #   OPTIMIZER  Adam8bitBlockwise, SGD8bitBlockwise or, with deepspeed only, Lion8bitBlockwise or
 #              Muon8bitBlockwise: PyTorch has no Lion, and its Muon takes only matrices [the first]
@@ -32,13 +32,12 @@ die() {
 }
 
 case ${1:-} in
-  "") run= ;;
-  --dry-run) run=echo ;; # print the commands
+  "") ;;
   --help)
     sed -n '/^# Train/,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     exit
     ;;
-  *) die "got $1, expected --dry-run or --help" ;;
+  *) die "got $1, expected --help or nothing" ;;
 esac
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -82,10 +81,10 @@ trap 'exit 130' INT TERM HUP
 # Trains with the optimizer $1 and passes the other arguments to the program.
 train() {
   if [[ $engine == deepspeed ]]; then # compiles what ranks would wait for
-    $run "$python" -m examples.gpt --build --optimizer "$1" --config "$config" \
+    "$python" -m examples.gpt --build --optimizer "$1" --config "$config" \
       ${CODEC:+--codec "$CODEC"}
   fi
-  $run "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m examples.gpt \
+  "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m examples.gpt \
     --optimizer "$1" --config "$config" --model "${MODEL:-demo}" \
     --steps "${STEPS:-400}" --seed "${SEED:-0}" --out "$out" ${CODEC:+--codec "$CODEC"} \
     ${DATA:+--data "$DATA"} "${@:2}" &
@@ -99,5 +98,4 @@ train "$twin"
 settings="ENGINE=$engine OPTIMIZER=$optimizer MODEL=${MODEL:-demo} STEPS=${STEPS:-400} RANKS=$ranks"
 settings="$settings CONFIG=$config${CODEC:+ CODEC=$CODEC}${int8:+ WEIGHTS=$int8}"
 settings="$settings${DATA:+ DATA=$DATA} SEED=${SEED:-0}"
-$run "$python" -m examples.gpt.report "$out" --optimizer "$optimizer" \
-  --command "$settings launch/local.sh"
+"$python" -m examples.gpt --report "$settings launch/local.sh" --optimizer "$optimizer" --out "$out"

@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from doc_blocks import blocks_of_test
+from doc_blocks import blocks_shown
 from fake_cuda import FakeCuda
 from forks import Forks
 from host_kernel import Host
@@ -37,8 +37,8 @@ NIGHTLY = (
     "kernel/test_thread_sanitizer.py",
     "kernel/test_vec.py",
     "optimizer/test_recipes.py",
+    "package/test_doc_blocks.py",
     "package/test_examples.py",
-    "package/test_readme.py",
     "package/test_wheel.py",
 )
 
@@ -62,16 +62,16 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_generate_tests(metafunc):
-    """Run a test that takes `block` for each block of the pages that the ledger gives to it."""
+    """Run a test that takes `block` for each block of the pages that its marks name."""
     if "block" in metafunc.fixturenames:
-        blocks = blocks_of_test(metafunc.function.__name__)
+        blocks = blocks_shown(metafunc.definition)
         metafunc.parametrize("block", blocks, ids=lambda block: block.page)
 
 
 @pytest.fixture
 def blocks(request):
-    """All blocks of the pages that the ledger gives to a test."""
-    return blocks_of_test(request.function.__name__)
+    """All blocks of the pages that a test's marks name."""
+    return blocks_shown(request.node)
 
 
 @pytest.fixture

@@ -33,7 +33,6 @@ STEPS, EVERY = 40, 2
 MOST_WITHOUT_PROGRESS = 12  # kills
 JOB_SECONDS = 300  # a job that lasts longer hangs
 LATEST_S = 6.0  # after the ranks have begun to train, that kills come
-LATEST_BUILD_S = 30.0
 
 Processes = list[psutil.Process]
 
@@ -195,21 +194,6 @@ def disturbed_once(training: Training, chance: random.Random) -> str | None:
     return way
 
 
-def killed_build(folder: Path, chance: random.Random) -> None:
-    """Kill a build of the op at some time; others share its folder."""
-    job = _build(folder)
-    time.sleep(chance.uniform(0, LATEST_BUILD_S))
-    end(job)
-
-
-def _build(folder: Path) -> subprocess.Popen:
-    env = {**dict(psutil.Process().environ()), "TORCH_EXTENSIONS_DIR": str(folder)}
-    command = [sys.executable, "-c", "from zero8.op import build; build.load()"]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, start_new_session=True
-    )
-
-
 # --- The whole -----------------------------------------------------------------------------------
 
 
@@ -234,13 +218,12 @@ def differences(found: Training, expected: Training) -> str:
     return compared.stdout + compared.stderr if compared.returncode else ""
 
 
-def soak(kills: int, chance: random.Random, folder: Path, modes: list[str]) -> int:
+def soak(kills: int, chance: random.Random, folder: Path) -> int:
     """Return how often something went wrong."""
-    expected = {mode: undisturbed(mode, folder / f"{mode} undisturbed") for mode in modes}
+    expected = {mode: undisturbed(mode, folder / f"{mode} undisturbed") for mode in MODES}
     ways, wrong, number = Counter(), 0, 0
-    builds = kills // 20
-    while ways.total() < kills - builds:
-        mode = modes[number % len(modes)]
+    while ways.total() < kills:
+        mode = MODES[number % len(MODES)]
         training = Training(mode, folder / f"{mode} {number}")
         number += 1
         try:
@@ -255,12 +238,6 @@ def soak(kills: int, chance: random.Random, folder: Path, modes: list[str]) -> i
             f"{training.folder.name}: {difference or 'the bits of an undisturbed run'}", flush=True
         )
         shutil.rmtree(training.folder)
-    for _ in range(builds):
-        killed_build(folder / "ops", chance)
-        ways["build"] += 1
-    if builds and _build(folder / "ops").wait(600):
-        wrong += 1
-        print("build: fails after others were killed")
     for name, count in sorted(ways.items()):
         print(f"{name:40} {count}")
     print(f"{ways.total()} kills, {number} trainings, {wrong} wrong")
@@ -271,12 +248,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mode", choices=MODES, action="append", help="default: all in turns")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the job ends, too
     with tempfile.TemporaryDirectory(prefix="zero8-soak-") as folder:
-        modes = given.mode or list(MODES)
-        return soak(given.kills, random.Random(given.seed), Path(folder), modes) != 0
+        return soak(given.kills, random.Random(given.seed), Path(folder)) != 0
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ import importlib.metadata as metadata
 import os
 import pkgutil
 import platform
-import re
-import time
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
@@ -35,29 +33,22 @@ TORCH_NAMES = {
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "recognizes tensors of others",
     "torch.distributed.tensor._dtensor_spec.DTensorSpec": "makes the DTensors of states",
     "torch.distributed.tensor._dtensor_spec.TensorMeta": "makes the DTensors of states",
-    "torch.distributed.tensor.placement_types._StridedShard": "recognizes shards of rows that are "
-    "not consecutive",
+    "torch.distributed.tensor.placement_types._StridedShard": "recognizes shards with gaps",
     "torch.distributed.tensor.placement_types.Shard._split_tensor": "computes a rank's rows",
     "torch.distributed.ProcessGroup._device_types": "chooses a reduction's device",
 }
-"""The private names of torch that zero8 relies on, and what it does with each.
-
-torch may change them in any release; `tests/package/test_torch_names.py` finds each use.
-"""
-FITTING = "fits"  # names lines that only verbose reports show
+"""What zero8 does with each private name of torch, which may change in any release."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    help_text = "list every seam, the places where zero8 changes DeepSpeed"
-    parser.add_argument("--verbose", action="store_true", help=help_text)
 
 
 def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
     """Return exit status, JSON object and text."""
     report = examine()
-    return int(not report["usable"]), report, as_text(report, arguments.verbose)
+    return int(not report["usable"]), report, as_text(report)
 
 
 def examine() -> dict:
@@ -65,8 +56,8 @@ def examine() -> dict:
 
     "problems" keep zero8 from working, "warnings" do not; it is "usable" without problems.
     """
-    report: dict = {"lines": [("package", str(Path(__file__).parent))]}
-    report |= {"problems": [], "warnings": []}
+    lines = [("package", str(Path(__file__).parent))]
+    report: dict = {"lines": lines, "problems": [], "warnings": []}
     for name, part in (
         ("deepspeed", _deepspeed),  # whose absence the next one knows
         ("versions", _versions),
@@ -85,10 +76,9 @@ def examine() -> dict:
     return report
 
 
-def as_text(report: dict, verbose: bool = False) -> str:
-    """Return the report of `examine` as lines for people; verbose: with the seams that fit."""
-    lines = [line for line in report["lines"] if verbose or line[0] != FITTING]
-    lines += [("warning", text) for text in report["warnings"]]
+def as_text(report: dict) -> str:
+    """Return the report of `examine` as lines for people."""
+    lines = report["lines"] + [("warning", text) for text in report["warnings"]]
     lines += [("problem", text) for text in report["problems"]]
     lines.append(("usable", "yes" if report["usable"] else "no"))
     return "\n".join(f"{key:<18}{value}" for key, value in lines)
@@ -114,11 +104,9 @@ def _versions(report: dict) -> dict:
 
 def _torch_names(report: dict) -> dict:
     """Return how many private names of torch zero8 uses, and which this torch lacks."""
-    missing = [name for name in TORCH_NAMES if not _is_there(name)]
-    torch = f"torch {metadata.version('torch')}"
-    report["warnings"] += [
-        f"{torch} has no {name}, with which zero8 {TORCH_NAMES[name]}" for name in missing
-    ]
+    missing, torch = [n for n in TORCH_NAMES if not _is_there(n)], metadata.version("torch")
+    lacks = f"torch {torch} has no {{}}, with which zero8 {{}}"
+    report["warnings"] += [lacks.format(name, TORCH_NAMES[name]) for name in missing]
     return {"used": len(TORCH_NAMES), "missing": missing}
 
 
@@ -131,24 +119,20 @@ def _is_there(name: str) -> bool:
 
 
 def _build_tools(report: dict) -> dict:
-    is_needed = build.library() != build.INSTALLED
-    absent = "not found" if is_needed else "not found, and not needed"
-    compiler = build.compiler()
-    report["lines"].append(("compiler", compiler or absent))
+    compiler, is_needed = build.compiler(), build.library() != build.INSTALLED
+    report["lines"].append(("compiler", compiler or "not found" + ", not needed" * (not is_needed)))
     return {"compiler": compiler}
 
 
 def _op(report: dict) -> dict:
-    began = time.perf_counter()
-    op = {"path": kernel.module().__file__}
-    op["load_seconds"] = round(time.perf_counter() - began, 3)
+    module = kernel.module()
+    op = {"path": module.__file__, "compiled_for": list(module.isas())}
     op["installed"] = op["path"] == str(build.INSTALLED)
-    op["compiled_for"] = list(kernel.module().isas())
     op |= {"instruction_sets": list(kernel.isas()), "used": kernel.default_isa()}
-    op["threads"] = step_threads() if kernel.module().has_threads() else 1
+    op["threads"] = step_threads() if module.has_threads() else 1
     origin = "of the wheel" if op["installed"] else "compiled here"
     report["lines"] += [
-        ("op", f"{op['path']} ({origin}, loaded in {op['load_seconds']:.1f} s)"),
+        ("op", f"{op['path']} ({origin})"),
         ("compiled for", ", ".join([platform.machine(), *op["compiled_for"]])),
         ("this processor", ", ".join(op["instruction_sets"])),
         ("used", f"{op['used']}, threads: {op['threads']}"),
@@ -157,25 +141,22 @@ def _op(report: dict) -> dict:
 
 
 def _cuda_kernel(report: dict) -> dict:
-    """Return the compiler of the CUDA kernel and the reason for it, or for None, and the GPUs."""
-    gpus = [gpu._asdict() for gpu in cuda.gpus()]
-    asked, lines = cuda_compile.default_backend(), report["lines"]
+    """Return the compiler of the CUDA kernel, or the reason why there is none, and the GPUs."""
+    gpus, lines = [gpu._asdict() for gpu in cuda.gpus()], report["lines"]
+    name = version = reason = None
     try:
-        name, version = cuda_compile.compiler(asked)[:2]
-        reason = "nvcc comes before nvrtc" if name == "nvcc" else "there is no nvcc"
-        reason = reason if asked == "auto" else "ZERO8_CUDA_BACKEND selects it"
-        release = re.search(r"\d+\.\d+", version)  # nvcc's line also has a build number
-        text = f"{name} {release[0] if release else version} compiles it where it is needed"
-        lines.append(("cuda kernel", f"experimental, not yet run on a GPU; {text} ({reason})"))
+        name, version = cuda_compile.compiler(cuda_compile.default_backend())[:2]
+        text = f"experimental, not yet run on a GPU; {name} {version} compiles it"
+        lines.append(("cuda kernel", text))
     except (RuntimeError, ValueError) as error:
-        name, version, reason = None, None, str(error)
+        reason = str(error)
         lines.append(("cuda kernel", f"cannot be compiled: {reason}"))
         if gpus:
             report["warnings"].append(f"parameters on a GPU cannot step: {reason}")
     for gpu in gpus:
         served = "" if gpu["is_served"] else ": NOT SERVED, keep parameters on the CPU"
-        capability = gpu["architecture"] / 10
-        lines.append(("gpu", f"{gpu['name']}, compute capability {capability}{served}"))
+        name_and_capability = f"{gpu['name']}, compute capability {gpu['architecture'] / 10}"
+        lines.append(("gpu", name_and_capability + served))
     return {"backend": name, "version": version, "reason": reason, "gpus": gpus}
 
 
@@ -193,28 +174,19 @@ def _deepspeed(report: dict) -> dict | None:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    device, libaio = get_accelerator().device_name(), AsyncIOBuilder().is_compatible(verbose=False)
-    lines.append(("accelerator", device))
+    libaio = AsyncIOBuilder().is_compatible(verbose=False)
+    lines.append(("accelerator", device := get_accelerator().device_name()))
     if not libaio:
         lines.append(("nvme", "no libaio, which it needs: apt-get install libaio-dev"))
-    states, version = _installed_seams(report), metadata.version("deepspeed")
-    fit = sum(state != "missing" for state in states.values())
-    lines.append(("seams", f"{fit} of {len(states)} fit DeepSpeed {version}"))
-    for name, state in states.items():
-        key = "seam" if state == "missing" else FITTING
-        lines.append((key, f"{name}: {state} (DeepSpeed {version})"))
-    return {"accelerator": device, "libaio": libaio, "seams": states}
-
-
-def _installed_seams(report: dict) -> dict[str, str]:
-    """Return the states: "missing", "present", or "installed", of all if none is missing."""
     changed = [seam for seam in seams.SEAMS if seam.without]
     missing = [seam for seam in changed if seam.state == "missing"]
-    for seam in missing:
-        report["problems"].append(f"this DeepSpeed lacks {seam}")
+    report["problems"] += [f"this DeepSpeed lacks {seam}" for seam in missing]
     if not missing:
         seams.fit(Adam8bitBlockwise)
-    return {seam.label: seam.state for seam in changed}
+    fit, version = len(changed) - len(missing), metadata.version("deepspeed")
+    lines.append(("seams", f"{fit} of {len(changed)} fit DeepSpeed {version}"))
+    states = {seam.label: seam.state for seam in changed}  # missing, present or installed
+    return {"accelerator": device, "libaio": libaio, "seams": states}
 
 
 def _autoload(report: dict) -> dict:

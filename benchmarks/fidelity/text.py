@@ -8,8 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.fidelity.training import Task
-from examples.gpt.data import Text, load_text, train_batch, validation_windows
-from examples.gpt.model import GPT, GPTConfig
+from examples.gpt.model import (
+    GPT,
+    GPTConfig,
+    Text,
+    load_text,
+    train_batch,
+    validation_windows,
+)
 
 VALIDATION_WINDOWS = 512
 PRUNED_MATRIX = "blocks.0.mlp.0.weight"

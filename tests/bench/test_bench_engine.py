@@ -10,7 +10,7 @@ from torch import distributed
 from benchmarks.engine import __main__ as command
 from benchmarks.engine import contenders, engines
 from benchmarks.engine.sent import sent_by
-from examples.gpt.engine_fsdp2 import join_ranks
+from examples.gpt.engines import join_ranks
 from zero8.spec.adam import ADAM
 from zero8.spec.muon import MUON
 
@@ -99,19 +99,3 @@ def test_engine_times_every_contender_of_every_engine(standing_ranks, tmp_path):
         assert 0 < row["inner_ms"] < row["phase_ms"]
         assert (row["ratio"] == 1.0) is (row["name"] == row["over"])
         assert f"| {row['engine']}, clipped at 1, {row['name']} | {row['phase_ms']:.1f} |" in table
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--engines", "ZeRO-4"], "--engines: got 'ZeRO-4'"),
-        (["--clipping", "0.5"], "--clipping: got '0.5'"),
-        (["--rounds", "0"], "--rounds: got 0"),
-        (["--numel", "4097"], "--numel: got 4097"),
-        (["--algorithm", "muon", "--engines", "FSDP2"], "--engines: got ('FSDP2',)"),
-    ],
-)
-def test_engine_bad_argument_is_a_usage_error(words, message, tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        command.main(["--json", str(tmp_path / "out.json"), *words])
-    assert message in capsys.readouterr().err

@@ -12,7 +12,7 @@ from benchmarks.fidelity import __main__ as command
 from benchmarks.fidelity.errors import Errors, sqrt_bias
 from benchmarks.fidelity.losses import final_loss
 from benchmarks.fidelity.replay import States, replay
-from benchmarks.fidelity.schemes import CONTROL, FP32, SCHEMES, usable
+from benchmarks.fidelity.schemes import CONTROL, FP32, PEERS, SCHEMES, usable
 from benchmarks.fidelity.table import SETTINGS
 from benchmarks.fidelity.text import TextTask
 from benchmarks.fidelity.training import Gradients, Setting, flat
@@ -79,9 +79,9 @@ def test_replay_of_every_setting_has_small_errors_and_moves_nothing_without_a_gr
     setting, _ = usable(tiny(setting))
     rows = {row["scheme"]: row for row in replay(setting)}
     assert list(rows) == list(setting.replayed)
-    # An INT8 weight moves with the scale of its row.
-    plain = [row for name, row in rows.items() if not name.startswith("INT8")]
-    assert all(row["zero_grad_moved"] == 0 for row in plain)
+    # An INT8 weight moves with the scale of its row, and others may move weights as they like.
+    ours = [row for name, row in rows.items() if not (name in PEERS or name.startswith("INT8"))]
+    assert all(row["zero_grad_moved"] == 0 for row in ours)
     assert all(row["rms_update_error"] < 0.7 for row in rows.values())
     if "log" in rows:
         assert 0 < rows["log"]["rms_update_error"] < rows["linear4"]["rms_update_error"]

@@ -5,7 +5,6 @@ import json
 import sys
 
 import pytest
-import torch
 from places import ROOT, TESTS
 
 from benchmarks import gpu_check
@@ -78,36 +77,6 @@ def test_gpu_check_part_that_hangs_is_stopped(check):
 
 
 # --- The command ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def asked(monkeypatch, tmp_path):
-    """Return a function that runs the command on a machine with a GPU and three parts."""
-    three = [part(name, "print('well')") for name in ("one", "two", "three")]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: GPU)
-    monkeypatch.setattr(gpu_check, "RUNS", tmp_path / "runs")
-    monkeypatch.setattr(gpu_check, "RECORDS", tmp_path)
-    monkeypatch.setattr(gpu_check, "parts", lambda base: three)
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["gpu_check", *words])
-        return gpu_check.main()
-
-    return run
-
-
-def test_gpu_check_with_parts_runs_these_in_their_order(asked, tmp_path):
-    assert asked("--parts", "three", "one") == 0
-    (path,) = tmp_path.glob("*.json")
-    assert [row["name"] for row in json.loads(path.read_text())["parts"]] == ["one", "three"]
-
-
-def test_gpu_check_without_a_gpu_is_status_2_and_one_line(asked, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert asked() == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("gpu-check: torch ") and line.endswith("finds no GPU")
 
 
 def test_gpu_check_parts_run_every_test_of_gpus():

@@ -139,6 +139,7 @@ def test_load_of_a_damaged_checkpoint_is_an_error_on_both_ranks_and_changes_noth
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.shown("docs/checkpoints.md", "runs/7b/global_step800 is damaged")
 def test_load_of_a_damaged_checkpoint_is_the_error_that_readme_shows(block, damaged, name):
     """But for names and numbers."""
     expected = re.escape(block.text.strip())

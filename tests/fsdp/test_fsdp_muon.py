@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks.engine.sent import sent_by
-from examples.gpt.engine_fsdp2 import join_ranks
+from examples.gpt.engines import join_ranks
 from zero8.optimizer import muon_step as muon
 from zero8.optimizer.muon import Muon8bitBlockwise
 

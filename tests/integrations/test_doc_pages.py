@@ -2,7 +2,7 @@
 """The blocks of docs/ that need others' trainers, run as the pages show them.
 
 Each script is made of what the page says that the reader has, of blocks, and of what the page
-promises.  See tests/support/doc_ledger.py.
+promises.
 """
 
 import importlib
@@ -74,6 +74,15 @@ def new_trainer(config, max_steps):
 """
 
 
+@pytest.mark.shown(
+    "docs/from-adamw-to-8-bit.md",
+    "class Check",
+    "RuntimeError",
+    "1,441,792",
+    "resume_from_checkpoint",
+    "--to zero",
+    "--to fp32",
+)
 def test_page_on_adamw_is_what_happens(blocks, script, tmp_path):
     """A run of AdamW is checked, resumed in 8 bits, and carried elsewhere."""
     check, error, report, resume, universal, convert = blocks
@@ -106,6 +115,7 @@ def test_page_on_adamw_is_what_happens(blocks, script, tmp_path):
 # --- docs/integrations.md: Hugging Face -----------------------------------------------------------
 
 
+@pytest.mark.shown("docs/integrations.md", "bf16=True")
 def test_trainer_block_with_a_deepspeed_config_trains(block, script):
     printed = script(
         BEGIN,
@@ -122,6 +132,12 @@ def test_trainer_block_with_a_deepspeed_config_trains(block, script):
     assert "8-bit: 1,441,792 elements" in printed
 
 
+@pytest.mark.shown(
+    "docs/integrations.md",
+    "hf.optimizer(args, fp32_params",
+    "hf.Monitor",
+    "$ zero8 checkpoint convert",
+)
 def test_trainer_blocks_without_deepspeed_train(blocks, script, tmp_path):
     """With the health of the optimizer; its checkpoint leads back to AdamW."""
     factory, monitor, convert = blocks
@@ -149,6 +165,7 @@ def test_trainer_blocks_without_deepspeed_train(blocks, script, tmp_path):
     assert printed.endswith("AdamW {12}\n")
 
 
+@pytest.mark.shown("docs/integrations.md", "accelerator.prepare")
 def test_accelerate_block_steps(block, script):
     printed = script(
         BEGIN,
@@ -165,6 +182,7 @@ def test_accelerate_block_steps(block, script):
     assert "8-bit: 1,441,792 elements" in printed
 
 
+@pytest.mark.shown("docs/integrations.md", "get_peft_model", "hf.optimizer(args),")
 def test_peft_blocks_by_hand_and_with_sfttrainer_train_adapters(blocks, script):
     by_hand, trainer = blocks
     script(
@@ -184,6 +202,7 @@ def test_peft_blocks_by_hand_and_with_sfttrainer_train_adapters(blocks, script):
     )
 
 
+@pytest.mark.shown("docs/integrations.md", "SFTConfig")
 def test_sfttrainer_block_with_a_deepspeed_config_trains_adapters(block, script):
     script(
         *(BEGIN, SFT, block.text, "trainer.train()"),
@@ -196,6 +215,7 @@ def test_sfttrainer_block_with_a_deepspeed_config_trains_adapters(block, script)
 # --- docs/integrations.md: others -----------------------------------------------------------------
 
 
+@pytest.mark.shown("docs/integrations.md", "trainer.save_checkpoint", "ModelParallelStrategy(")
 def test_lightning_blocks_train_alone_and_under_fsdp2(blocks, script, tmp_path):
     alone, sharded = blocks
     printed = script(
@@ -211,12 +231,14 @@ def test_lightning_blocks_train_alone_and_under_fsdp2(blocks, script, tmp_path):
     assert (tmp_path / "model.ckpt").is_file()
 
 
+@pytest.mark.shown("docs/integrations.md", "DeepSpeedStrategy(")
 def test_lightning_block_of_deepspeed_trains_on_a_standin_for_cuda(block, standing_ranks, tmp_path):
     worker = importlib.import_module("lightning_worker")
     for found in standing_ranks(2).run(worker.under_block, text=block.text, folder=tmp_path):
         assert found == {"optimizer": "Adam8bitBlockwise", "stage": 2, "device": "cpu", "steps": 12}
 
 
+@pytest.mark.shown("docs/integrations.md", "Adam8bitContainer.Config")
 def test_torchtitan_block_builds_an_optimizer_that_steps(block, script):
     need(None if find_spec("torchtitan") else "no torchtitan: make test-integrations installs it")
     printed = script(
@@ -235,9 +257,11 @@ def test_torchtitan_block_builds_an_optimizer_that_steps(block, script):
     assert "8-bit: 131,072 elements" in printed
 
 
+@pytest.mark.shown("docs/integrations.md", "monitor(engine")
 def test_deepspeed_monitor_block_writes_the_health(block, script, tmp_path):
     config = {
         "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
         "optimizer": {"type": "Adam8bitBlockwise", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
         "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"},
@@ -248,7 +272,7 @@ def test_deepspeed_monitor_block_writes_the_health(block, script, tmp_path):
         "model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 64))",
         f"config = {config!r}",
         block.text,
-        "for _ in range(50):\n"
+        "for _ in range(100):\n"
         "    engine.backward(engine(torch.ones(2, 64)).square().mean())\n"
         "    engine.step()",
         launched=True,
@@ -276,11 +300,18 @@ def torchao():
     need(None if find_spec("torchao") else "no torchao: make test-integrations installs it")
 
 
+@pytest.mark.shown("docs/low-bit-training.md", "quantize_(model, int8_weight_only", "1.015625")
 def test_int8_weights_block_prints_what_the_page_shows(blocks, script, torchao):
     code, shown = blocks
     assert script(code.text) == shown.text
 
 
+@pytest.mark.shown(
+    "docs/low-bit-training.md",
+    "quantize_(model, int8_mixed",
+    "Float8LinearConfig(",
+    "add_safe_globals",
+)
 def test_low_bit_blocks_step_and_are_saved_and_loaded(blocks, script, torchao):
     """The block that loads goes back to where it has saved."""
     *kinds, load = blocks
@@ -292,6 +323,7 @@ def test_low_bit_blocks_step_and_are_saved_and_loaded(blocks, script, torchao):
         assert script(*begin, *steps) == "True\n"
 
 
+@pytest.mark.shown("docs/low-bit-training.md", "quantize_(model, bitnet", "def tensors(model)")
 def test_bitnet_block_trains_on_two_ranks_and_is_saved_and_loaded(
     blocks, tmp_path, script, torchao
 ):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face's Trainer and Accelerate without DeepSpeed, in one process."""
 
-import shutil
-
 import hf_models
 import pytest
 import torch
@@ -10,7 +8,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 import zero8
-from zero8.checkpoint.commands.convert import convert
 from zero8.integrations import hf
 
 pytestmark = pytest.mark.integrations
@@ -64,12 +61,6 @@ def test_factory_keeps_in_float32_what_fp32_params_names(tmp_path):
     assert rows["lm_head.weight"].bits == 8
 
 
-def test_factory_settings_have_precedence_over_those_of_trainer(tmp_path):
-    _, settings = hf.optimizer(hf_models.arguments(tmp_path), lr=3.0, codec="dynamic")
-    assert (settings["lr"], settings["codec"]) == (3.0, "dynamic")
-    assert settings["weight_decay"] == hf_models.WEIGHT_DECAY
-
-
 KINDS = {
     "adam": {},
     "lion": {"kind": "lion"},
@@ -121,40 +112,6 @@ def test_trainer_goes_on_in_8_bits_from_a_checkpoint_of_adamw(tmp_path):
     assert state["step"] == 6
     assert distance(ours, fp32) < 0.05
     assert distance(trained(tmp_path / "fresh", stop_after=3), fp32) > 0.05
-
-
-@pytest.fixture(scope="module")
-def cut_off(tmp_path_factory):
-    """Return folders of the checkpoint of an 8-bit training, and that training gone on with."""
-    folder = tmp_path_factory.mktemp("cut")
-    trained(folder, stop_after=3)
-    return folder / "checkpoint-3", trained(folder, resume=folder / "checkpoint-3")
-
-
-def test_trainer_refuses_our_checkpoint_for_adamw_and_says_what_to_do(cut_off, tmp_path):
-    with pytest.raises(ValueError, match="which AdamW cannot read. Go on with Adam8bitBlockwise"):
-        trained_by_adamw(tmp_path, resume=cut_off[0])
-
-
-def test_trainer_goes_on_in_adamw_from_a_converted_checkpoint(cut_off, tmp_path):
-    checkpoint, ours = cut_off
-    copy = shutil.copytree(checkpoint, tmp_path / "checkpoint-3")
-    (copy / "optimizer.pt").unlink()
-    convert(checkpoint / "optimizer.pt", copy / "optimizer.pt", "fp32")
-    assert distance(trained_by_adamw(tmp_path / "out", resume=copy), ours) < 0.05
-
-
-def test_trainer_goes_on_in_adamw_from_a_checkpoint_in_fp32_with_the_same_bits(cut_off, tmp_path):
-    """What the optimizer saves in fp32 is what `convert` makes of what it saves in 8 bits."""
-    trained(tmp_path, stop_after=3, settings={"state_dict_format": "fp32"})
-    saved = torch.load(tmp_path / "checkpoint-3" / "optimizer.pt", weights_only=True)
-    convert(cut_off[0] / "optimizer.pt", tmp_path / "converted", "fp32")
-    converted = torch.load(tmp_path / "converted", weights_only=True)
-    for number, entries in converted["state"].items():
-        assert entries.keys() == saved["state"][number].keys()
-        assert all(torch.equal(entries[key], saved["state"][number][key]) for key in entries)
-    out = trained_by_adamw(tmp_path / "out", resume=tmp_path / "checkpoint-3")
-    assert distance(out, cut_off[1]) < 0.05
 
 
 def accelerated():

@@ -21,8 +21,10 @@ PRECISIONS = {
     "bf16-mixed": (torch.float32, {}),
     "bf16-true": (torch.bfloat16, {"weight_correction_bits": 8}),
 }
-OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-AS_OBJECT = {**OFFLOAD, "zero_force_ds_cpu_optimizer": False}
+AS_OBJECT = {
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "zero_force_ds_cpu_optimizer": False,
+}
 NAMED = {
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
     "optimizer": {"type": "Adam8bitBlockwise", "params": {"lr": 0.01, "weight_decay": 0.1}},
@@ -116,22 +118,6 @@ def test_model_parallel_strategy_resumed_from_its_checkpoint_goes_on_with_the_sa
         assert difference(resumed.at_start, expected) == ""
 
 
-@pytest.mark.parametrize(
-    ("strategy", "error", "reason"),
-    [
-        ("DeepSpeedStrategy", RuntimeError, "only supported on CUDA GPUs but `CPUAccelerator`"),
-        ("FSDPStrategy", ValueError, "requires a GPU accelerator"),
-    ],
-    ids=["DeepSpeedStrategy", "FSDPStrategy"],
-)
-def test_strategy_that_needs_a_gpu_is_refused_by_lightning_on_the_cpu(
-    strategy, error, reason, worker, tmp_path
-):
-    """Should the first be taken, the tests below can do without their stand-in for CUDA."""
-    with pytest.raises(error, match=reason):
-        worker.fit(worker.Model(), tmp_path, strategy=getattr(worker.strategies, strategy)())
-
-
 def test_trainer_of_float16_weights_is_refused_with_what_to_do_instead(worker, tmp_path):
     with pytest.raises(ValueError, match="dtype torch.float16.* keep float32 weights"):
         worker.fit(worker.Model(), tmp_path, precision="16-true")
@@ -148,15 +134,3 @@ def test_deepspeed_strategy_resumed_from_its_checkpoint_goes_on_with_the_same_bi
         codes += sum(state["exp_avg"][0].numel() for state in states)
     assert codes == sum(NUMEL.values())
     assert tags.verify(worker.checkpoint(tmp_path) / "checkpoint")
-
-
-@pytest.mark.parametrize(
-    "keywords",
-    [{"config": OFFLOAD}, {"stage": 2, "offload_optimizer": True}],
-    ids=["config", "arguments"],
-)
-def test_deepspeed_strategy_with_an_optimizer_object_says_which_setting_offload_needs(
-    keywords, worker, standing_ranks, tmp_path
-):
-    for error in standing_ranks(2).run(worker.error_under_zero, folder=tmp_path, **keywords):
-        assert '"zero_force_ds_cpu_optimizer": false' in error[1]

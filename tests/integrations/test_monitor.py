@@ -4,10 +4,8 @@
 from types import SimpleNamespace
 
 import hf_models
-import monitor_worker
 import pytest
 import torch
-from ranks import run_ranks
 from small_optimizers import param
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Trainer
@@ -84,64 +82,12 @@ def test_trainer_whose_log_gathers_metrics_is_not_asked_for_them_by_the_health(f
     assert not any(ours(logs) for logs in found[1])
 
 
-def test_trainer_takes_the_time_of_steps_only_while_it_trains(tmp_path):
-    made = trainer(tmp_path)
-    monitor = hf.Monitor(made, every=2)
-    made.add_callback(monitor)
-    made.create_optimizer()
-    hooks = made.optimizer._optimizer_step_pre_hooks
-    for _ in range(2):  # the first is ended by an error, of which callbacks hear nothing
-        monitor.on_train_begin(made.args, made.state, made.control, optimizer=made.optimizer)
-        assert len(hooks) == 1
-    monitor.on_train_end(made.args, made.state, made.control)
-    assert not hooks
-
-
 def test_trainer_with_another_optimizer_is_refused_before_it_trains(tmp_path):
     made = hf_models.trainer(tmp_path)
     made.add_callback(hf.Monitor(made))
     with pytest.raises(ValueError, match="got AdamW, expected an optimizer of zero8"):
         made.train()
     assert made.state.global_step == 0
-
-
-def test_trainer_logs_nothing_of_it_without_the_callback(tmp_path):
-    made = trainer(tmp_path)
-    made.train()
-    assert made.state.log_history and not any(map(ours, made.state.log_history))
-
-
-STAGES = (2, 3)
-
-
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("engines"))
-    arguments = {"folder": folder, "stages": STAGES}
-    (result,) = run_ranks(
-        monitor_worker.monitored, 1, tmp_path_factory.mktemp("ranks"), timeout_s=120, **arguments
-    )
-    return result
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_deepspeed_writes_the_health_where_its_config_says_at_every_nth_step(engines, stage):
-    files, num_bytes = engines[stage]["after"], engines[stage]["bytes"]
-    assert {name for name in files if name.startswith("zero8")} == {
-        name.replace("/", "_") for name in NAMES
-    }
-    samples = monitor_worker.ROWS * monitor_worker.ACCUMULATED
-    header, *rows = files["zero8_state_bytes"]
-    assert header == ["step", "state_bytes"]
-    found = [[int(step), float(value)] for step, value in rows]
-    assert found == [[6 * samples, num_bytes], [8 * samples, num_bytes]]
-    assert all(float(value) > 0 for _, value in files["zero8_step_ms"][1:])
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_deepspeed_writes_nothing_of_it_unless_it_is_asked_to(engines, stage):
-    files = engines[stage]["before"]
-    assert files and not any("zero8" in name for name in files)
 
 
 def stand_in(**others):
@@ -167,10 +113,3 @@ def test_deepspeed_engine_that_would_write_nothing_is_refused(others, message):
     with pytest.raises(ValueError, match=message):
         deepspeed.monitor(engine)
     assert engine.step is print
-
-
-def test_deepspeed_ranks_that_write_nothing_are_left_as_they_are():
-    engine = stand_in(global_rank=1)
-    deepspeed.monitor(engine)
-    assert engine.step is print and not engine.optimizer._optimizer_step_pre_hooks
-    assert not engine.optimizer._optimizer_step_post_hooks

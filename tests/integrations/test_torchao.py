@@ -67,16 +67,6 @@ def test_training_lowers_the_loss_and_resumes_with_the_same_bits(kind, dtype, wo
     assert worker.differing(worker.bits(resumed, other), expected[1]) == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_load_of_weights_only_needs_the_classes_of_torchao_except_float8(kind, worker, tmp_path):
-    path = tmp_path / "model.pt"
-    torch.save(worker.new_model(kind).state_dict(), path)
-    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    assert bool(unsafe) == (kind != "float8")
-    names = {f"{cls.__module__}.{cls.__name__}" for cls in worker.CLASSES}
-    assert set(unsafe) <= names
-
-
 @pytest.mark.parametrize("kind", ["mixed", "bitnet", "float8"])
 @of_each_dtype
 def test_step_of_wrapped_weights_has_the_bits_of_plain_ones(kind, dtype, worker):
@@ -188,49 +178,12 @@ def test_fsdp2_training_lowers_the_loss_and_resumes_with_the_same_bits(
         assert worker.differing(alone, before[0][1]) == []
 
 
-@pytest.mark.parametrize("kind", QUANTIZED)
-def test_fsdp2_training_with_matmuls_in_bfloat16_resumes_with_the_same_bits(
-    kind, worker, standing_ranks, tmp_path
-):
-    arguments = {"kind": kind, "way": "tensors", "folder": tmp_path / "saved"}
-    arguments |= {"dtype": torch.float32, "matmuls": torch.bfloat16}
-    before = standing_ranks(2).run(worker.save, **arguments)
-    after = standing_ranks(2).run(worker.resume, **arguments)
-    for (losses, _, end), (resumed, _, resumed_end) in zip(before, after, strict=True):
-        assert losses[-1] < losses[0] and resumed == losses[worker.STEPS :]
-        assert worker.differing(resumed_end, end) == []
-
-
-def test_fsdp2_checkpoint_of_int8_weights_as_they_are_is_an_error_of_torchao(
-    worker, standing_ranks, tmp_path
-):
-    for kind, message in standing_ranks(2).run(
-        worker.error_of_saving, kind="int8", folder=tmp_path
-    ):
-        assert kind in ("NotImplementedError", "CheckpointException")
-        assert "is_pinned" in message
-
-
 def test_fsdp2_leaves_int8_weights_as_they_are_when_states_are_made(worker, standing_ranks):
     for before, after in standing_ranks(2).run(worker.made_states, kind="int8"):
         assert worker.differing(after, before) == []
 
 
-def test_fsdp2_forward_of_float8_weights_is_an_error_of_gloo(worker, standing_ranks):
-    """gloo gathers no float8; a GPU's NCCL does."""
-    for kind, message in standing_ranks(2).run(worker.error_of_forward, kind="float8"):
-        assert (kind, message) == ("RuntimeError", "Invalid scalar type")
-
-
 # --- What is refused ------------------------------------------------------------------------------
-
-
-@of_each_kind
-def test_engine_of_deepspeed_cannot_be_made_of_the_classes_of_torchao(kind, worker, standing_ranks):
-    """DeepSpeed's own error, before it makes an optimizer."""
-    for name, message in standing_ranks(2).run(worker.error_of_engine, kind=kind):
-        assert name == "RuntimeError"
-        assert "Couldn't swap" in message
 
 
 @of_each_kind
@@ -263,12 +216,3 @@ def test_int8_weights_in_columns_are_refused(worker, standing_ranks):
     for name, message in standing_ranks(2).run(worker.error_of_columns):
         assert name == "ValueError"
         assert "expected whole rows, which have one scale each: shard dimension 0" in message
-
-
-def test_unknown_class_of_torchao_is_refused(worker):
-    packed = importlib.import_module("torchao.prototype.quantized_training.bitnet")
-    weight = packed.BitNetPacked2bitLinearWeight(
-        torch.zeros(64, 32, dtype=torch.int8), torch.tensor(1.0)
-    )
-    with pytest.raises(ValueError, match="tensor of class 'BitNetPacked2bitLinearWeight'"):
-        Adam8bitBlockwise([("weight", nn.Parameter(weight))])

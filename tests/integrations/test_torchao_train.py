@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demonstration with torchao's INT8 weights in its linear layers, under FSDP2."""
 
-import json
 import shutil
 
 import pytest
@@ -10,15 +9,11 @@ from ranks import ranks_of_sizes
 from torch import nn
 from train_worker import FSDP2, SMALL, loaded_int8_weights, row
 
-from examples.gpt.config import FLOAT32, INT8
+from examples.gpt.__main__ import INT8
 from examples.gpt.model import GPT
-from examples.gpt.report import report
 from zero8 import Adam8bitBlockwise, cli
 from zero8.files import tags
 from zero8.files.manifest import MANIFEST
-from zero8.plan.memory import rows_of
-from zero8.plan.model import Model
-from zero8.plan.setup import Setup
 from zero8.spec import int8_rows
 
 pytestmark = pytest.mark.integrations
@@ -88,25 +83,6 @@ def test_linear_weights_have_a_byte_per_parameter_and_a_scale_per_row(rows, case
     assert rows[case]["parameters"] == rows[case]["state_numel"] == numel
 
 
-def test_plan_of_int8_weights_counts_the_bytes_that_a_run_holds(rows):
-    params = [(name, tuple(param.shape)) for name, param in GPT(SMALL).named_parameters()]
-    setup = Setup(engine=FSDP2, dtype="fp32", weights=INT8)
-    planned = {row.what: row.zero8_bytes for row in rows_of(Model("", tuple(params)), setup)}
-    run = rows["log"]
-    assert planned["weights"] == run["weight_bytes_per_param"] * run["parameters"]
-
-
-def test_report_of_a_run_has_the_bytes_of_weights_of_both(rows, twin, tmp_path, capsys):
-    for name, weights, run in ((TWIN, FLOAT32, twin), ("Adam8bitBlockwise", INT8, rows["log"])):
-        assert (run["optimizer"], run["weights"]) == (name, weights)
-        (tmp_path / f"{name}.json").write_text(json.dumps({**run, "config": str(run["config"])}))
-    summary = report(tmp_path, "Adam8bitBlockwise", "")
-    assert [run["weights"] for run in summary["runs"]] == [FLOAT32, INT8]
-    ours = f"{rows['log']['weight_bytes_per_param']:.3f}"
-    lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
-    assert [TWIN, "4.000"] in lines and ["Adam8bitBlockwise", ours] in lines
-
-
 @pytest.fixture
 def stopped_before_the_last_step(rows, checkpoints, tmp_path):
     """Return a function: a copy of a run's checkpoints without the newest, which was cut short."""
@@ -161,16 +137,3 @@ def test_checkpoint_that_is_converted_loads_with_decoded_weights(
     for name in (f"{layer}.weight" for layer in linear):
         weights = int8_rows.decoded(saved[f"{name}.int_data"], saved[f"{name}.scale"])
         assert torch.equal(content["model"][name], weights), name
-
-
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_run_that_is_resumed_on_another_number_of_ranks_goes_on_and_back(
-    standing_ranks, stopped_before_the_last_step, ranks
-):
-    folder = stopped_before_the_last_step("log")
-    resumed = standing_ranks(ranks).run(row, **int8_job("log", folder, resume=True))[0]
-    assert resumed["first_step"] == STEPS - 1
-    assert (resumed["ranks"], len(resumed["train_curve"])) == (ranks, 1)
-    longer = int8_job("log", folder, resume=True, steps=STEPS + 1)
-    back = standing_ranks(RANKS).run(row, **longer)[0]
-    assert (back["first_step"], back["ranks"]) == (STEPS, RANKS)

@@ -83,17 +83,6 @@ def test_state_dict_before_the_first_step_leaves_parameters_as_they_are(worker, 
         assert torch.equal(p, before[name]), name
 
 
-def test_settings_of_the_whole_optimizer_are_taken_by_the_factory_and_refused_in_a_group(
-    worker, tmp_path
-):
-    job = worker.job(tmp_path, "float32", alone=True, codec="dynamic")
-    assert [optimizer.settings.codec.name for optimizer in job.optimizers] == ["dynamic"]
-    config = worker.config()
-    config.param_groups[0].optimizer_kwargs["codec"] = "dynamic"
-    with pytest.raises(ValueError, match="codec: got it in a parameter group"):
-        config.build(model_parts=[worker.Weights()])
-
-
 def adamw_job(worker, folder):
     job = worker.job(folder, "float32", alone=True, name="AdamW")
     job.train(0, worker.STEPS)

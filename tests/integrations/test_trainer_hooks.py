@@ -199,14 +199,6 @@ class Stream:
         return SimpleNamespace(wait=self.wait_stream, synchronize=lambda: None)
 
 
-@pytest.fixture
-def megatron(monkeypatch):
-    """The module with `HybridDeviceOptimizer`, without a GPU for streams and pinned memory."""
-    need_packages("megatron")
-    stand_in_for_gpu(monkeypatch)
-    return importlib.import_module("megatron.core.optimizer.cpu_offloading")
-
-
 def stand_in_for_gpu(patch) -> None:
     unpinned = torch.empty
 
@@ -249,6 +241,14 @@ MAKERS = {
 """By what is in the recipe, the program and the function that does what it does."""
 
 
+@pytest.mark.shown(
+    "docs/integrations.md",
+    "BasePlugin",
+    "OptimizerPlugin",
+    "optimizers_map",
+    "main_ppo",
+    "HybridDeviceOptimizer",
+)
 def test_recipe_of_a_program_makes_our_optimizer_with_its_settings_and_groups(block, program):
     ((name, maker),) = [value for key, value in MAKERS.items() if key in block.text]
     need_packages(name)
@@ -268,42 +268,3 @@ def test_recipe_of_a_program_makes_our_optimizer_with_its_settings_and_groups(bl
     assert [tuple(group["betas"]) for group in groups] == [made.betas] * len(groups)
     bits = Counter(row.bits for row in made.ours.memory_report().rows)
     assert bits == {8: 16, 32: 5}  # matrices, norms
-
-
-# --- What Megatron does not take -----------------------------------------------------------------
-
-
-def hybrid(megatron, p, **others):
-    return megatron.HybridDeviceOptimizer(
-        [{"params": [p]}],
-        offload_fraction=1.0,
-        cpu_optimizer_cls=Adam8bitBlockwise,
-        gpu_optimizer_cls=torch.optim.AdamW,
-        param_update_in_fp32=True,
-        **{"lr": LR, "betas": BETAS, "eps": 1e-8, "weight_decay": WEIGHT_DECAY, **others},
-    )
-
-
-def stepped(megatron, *shape):
-    p = OnGpu(torch.ones(shape).bfloat16())
-    optimizer = hybrid(megatron, p)
-    p.grad = torch.full_like(p, 0.01)
-    optimizer.step()
-    return optimizer
-
-
-def test_group_of_megatrons_own_offload_is_refused(megatron):
-    """Its function for `--optimizer-cpu-offload` passes these two; they get into each group."""
-    with pytest.raises(ValueError, match="bias_correction: .* it holds for the whole optimizer"):
-        hybrid(megatron, OnGpu(torch.ones(64, 128)), bias_correction=True, fused=True)
-
-
-def test_flat_shard_of_megatron_keeps_float32_moments(megatron):
-    (ours,) = stepped(megatron, 64 * 128).cpu_optimizers
-    assert [row.bits for row in ours.memory_report().rows] == [32]
-
-
-def test_state_dict_of_megatrons_optimizer_is_refused_by_its_load(megatron):
-    saved = stepped(megatron, 64, 128).state_dict()
-    with pytest.raises(ValueError, match="which HybridDeviceOptimizer cannot read"):
-        stepped(megatron, 64, 128).load_state_dict(saved)

@@ -22,24 +22,6 @@ def launched(script, *arguments, **env):
     )
 
 
-@pytest.mark.parametrize("script", [*OVER_SSH, "local.sh"])
-def test_script_help_lists_its_settings(script):
-    done = launched(script, "--help")
-    assert done.returncode == 0
-    assert f"usage: launch/{script}" in done.stdout and "OMP_NUM_THREADS" in done.stdout
-
-
-@pytest.mark.parametrize("script", OVER_SSH)
-def test_script_without_arguments_prints_its_help_and_ends_with_2(script):
-    done = launched(script)
-    assert (done.returncode, "usage: " in done.stdout) == (2, True)
-
-
-def test_script_for_one_host_refuses_unknown_arguments():
-    done = launched("local.sh", "x")
-    assert (done.returncode, done.stderr) == (2, "zero8: got x, expected --dry-run or --help\n")
-
-
 @pytest.mark.parametrize("script", ["deepspeed.sh", "mpirun.sh"])
 def test_script_starts_ranks_on_the_hosts_of_the_hostfile(script, tmp_path):
     hostfile = tmp_path / "hostfile"
@@ -67,9 +49,3 @@ def test_hostfile_that_is_wrong_is_refused(text, message, tmp_path):
     done = launched("torchrun.sh", "train.py", HOSTFILE=str(path))
     assert done.returncode == 2
     assert message in done.stderr
-
-
-def test_hostfile_that_is_missing_says_what_to_copy(tmp_path):
-    done = launched("deepspeed.sh", "train.py", HOSTFILE=str(tmp_path / "none"))
-    assert done.returncode == 2
-    assert "hostfile.example" in done.stderr

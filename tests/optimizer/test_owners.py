@@ -8,7 +8,7 @@ import pytest
 import torch
 from ranks import error_of
 
-from examples.gpt.engine_fsdp2 import join_ranks
+from examples.gpt.engines import join_ranks
 from zero8.optimizer.owners import Held, rounds_of
 from zero8.spec.muon import matrices_of
 

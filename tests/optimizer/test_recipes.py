@@ -14,8 +14,7 @@ from ranks import build_ops
 from recipe_worker import steps_of
 from train_worker import row as measured_row
 
-from examples.gpt.config import TWINS, load_config
-from examples.gpt.engine_deepspeed import build
+from examples.gpt.engines import TWINS, build, load_config
 from examples.gpt.model import GPTConfig
 
 # A first run also builds DeepSpeed's ops.

@@ -2,17 +2,14 @@
 import functools
 import json
 import os
-import re
 import subprocess
 import sys
 import types
 
 import pytest
 import torch
-from deepspeed.ops.op_builder import AsyncIOBuilder
-from needs import need_nvcc, need_nvrtc
 
-from zero8 import cli, doctor
+from zero8 import doctor
 from zero8.deepspeed import seams
 from zero8.op import cuda_compile
 
@@ -77,27 +74,7 @@ def test_doctor_seam_missing_is_a_problem_and_the_others_are_left_alone(monkeypa
     assert report["deepspeed"]["seams"]["DeepSpeedEngine._do_optimizer_sanity_check"] == "missing"
     assert report["deepspeed"]["seams"]["ZERO_SUPPORTED_OPTIMIZERS"] == "present"
     assert report["deepspeed"]["seams"]["ALL_OPS"] == "installed"  # by the import of deepspeed
-    assert any("_do_optimizer_sanity_check" in problem for problem in report["problems"])
-    counted, line = seam_lines(doctor.as_text(report))
-    count = len(report["deepspeed"]["seams"])
-    assert counted.startswith(f"{count - 1} of {count} fit")
-    assert "sanity_check: missing" in line
-    assert line.endswith(f"(DeepSpeed {report['versions']['deepspeed']['installed']})")
-
-
-def seam_lines(text):
-    return [line.split(maxsplit=1)[1] for line in text.splitlines() if line.startswith("seam")]
-
-
-def test_doctor_counts_seams_and_lists_all_of_them_with_verbose(capsys):
-    report = doctor.examine()
-    count = len(report["deepspeed"]["seams"])
-    (line,) = seam_lines(doctor.as_text(report))
-    assert line.startswith(f"{count} of {count} fit DeepSpeed ")
-    assert cli.main(["doctor", "--verbose"]) == 0
-    printed = capsys.readouterr().out.splitlines()
-    listed = [line.split(maxsplit=1)[1] for line in printed if line.startswith(doctor.FITTING)]
-    assert [text.split(":")[0] for text in listed] == list(report["deepspeed"]["seams"])
+    assert "_do_optimizer_sanity_check" in doctor.as_text(report)
 
 
 def test_doctor_broken_deepspeed_is_a_problem_and_not_called_absent(monkeypatch):
@@ -111,15 +88,6 @@ def test_doctor_broken_deepspeed_is_a_problem_and_not_called_absent(monkeypatch)
     assert "not installed" not in doctor.as_text(report)
 
 
-@pytest.mark.parametrize("found", [True, False])
-def test_doctor_has_a_line_about_libaio_where_it_is_missing(monkeypatch, found):
-    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda self, verbose: found)
-    report = doctor.examine()
-    assert (report["usable"], report["deepspeed"]["libaio"]) == (True, found)
-    lines = [line for line in doctor.as_text(report).splitlines() if "libaio" in line]
-    assert [line.split()[0] for line in lines] == ([] if found else ["nvme"])
-
-
 def test_doctor_untested_version_is_a_warning(monkeypatch):
     real = doctor.metadata.version
     monkeypatch.setattr(
@@ -130,33 +98,6 @@ def test_doctor_untested_version_is_a_warning(monkeypatch):
     assert report["versions"]["deepspeed"]["fits"] is False
     assert "0.21.0" in report["warnings"][0]
     assert "UNTESTED" in doctor.as_text(report)
-
-
-def test_doctor_says_what_the_cuda_kernel_is_compiled_with_and_why(monkeypatch):
-    need_nvcc()
-    need_nvrtc()
-
-    def line():
-        text = doctor.as_text(doctor.examine())
-        (found,) = [x for x in text.splitlines() if x.startswith("cuda kernel")]
-        return found
-
-    assert re.search(r"nvcc \d+\.\d+ compiles it .*\(nvcc comes before nvrtc\)", line())
-    assert "Build" not in line()
-    monkeypatch.setattr(cuda_compile, "nvcc", lambda: None)
-    assert "nvrtc 13." in line() and "there is no nvcc" in line()
-    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
-    assert "cannot be compiled" in line() and "pip install 'zero8[cuda]'" in line()
-    assert doctor.examine()["usable"] is True
-
-
-def test_doctor_names_the_backend_that_the_environment_asks_for(monkeypatch):
-    need_nvrtc()
-    monkeypatch.setenv("ZERO8_CUDA_BACKEND", "nvrtc")
-    assert doctor.examine()["cuda_kernel"]["reason"] == "ZERO8_CUDA_BACKEND selects it"
-    monkeypatch.setenv("ZERO8_CUDA_BACKEND", "hip")
-    found = doctor.examine()["cuda_kernel"]
-    assert found["backend"] is None and "got 'hip', expected one of" in found["reason"]
 
 
 @pytest.fixture
@@ -188,10 +129,3 @@ def test_doctor_part_that_fails_leaves_the_others(monkeypatch):
     report = doctor.examine()
     assert report["problems"] == ["op: OSError: no such thing"]
     assert report["deepspeed"]["accelerator"] is not None
-
-
-def test_command_unknown_exits_2(capsys):
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["nonsense"])
-    assert caught.value.code == 2
-    assert "usage: zero8" in capsys.readouterr().err

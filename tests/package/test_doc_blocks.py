@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every block of README.md and docs/ is run, or known not to be; the quick ones are run here."""
+"""Blocks of the docs, run as the pages show them; those that need other packages are elsewhere."""
 
-import ast
 import json
 import logging
 import re
@@ -9,64 +8,29 @@ import shlex
 
 import pytest
 import torch
-from doc_blocks import PAGES, block_with, blocks_of, reader, type_in
-from doc_ledger import NOT_RUN, RUN
-from places import ROOT, TESTS
-from processes import run
+from doc_blocks import PAGES, reader, type_in
+from places import ROOT
+from ranks import build_ops
 from small_checkpoints import plain_file
+from zero_worker import Model, base_optimizer, make_engine, train
 
 import zero8
 from zero8 import cli
 from zero8.checkpoint.commands.convert import convert
+from zero8.files import tags
 from zero8.state.tell import tell_once
 
-BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-ENTRIES = {page: {**RUN.get(page, {}), **NOT_RUN.get(page, {})} for page in {*RUN, *NOT_RUN}}
 
-
-def parameters_of_tests():
-    """Return the names of the parameters of every test, by its name."""
-    trees = [ast.parse(path.read_text()) for path in TESTS.rglob("test_*.py")]
-    functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
-    return {node.name: {arg.arg for arg in node.args.args} for node in functions}
-
-
-def test_ledger_has_each_block_of_the_pages_once():
-    """A new block needs a test that runs it, in `RUN`, or the reason why none can, in `NOT_RUN`."""
-    assert len(BLOCKS) > 40
-    undecided = []
-    for block in BLOCKS:
-        known = [phrase for phrase in ENTRIES.get(block.page, {}) if phrase in block.text]
-        if len(known) != 1:
-            undecided.append((block.page, block.text.splitlines()[0], known))
-    assert undecided == []
-
-
-def test_ledger_has_no_entry_without_a_block():
-    for page, entries in ENTRIES.items():
-        assert [block_with(page, phrase).page for phrase in entries] == [page] * len(entries)
-    for page in RUN.keys() & NOT_RUN.keys():
-        assert not RUN[page].keys() & NOT_RUN[page].keys()
-
-
-def test_ledger_names_tests_that_take_their_blocks_from_the_page():
-    parameters = parameters_of_tests()
-    named = {test for entries in RUN.values() for test in entries.values()}
-    assert [name for name in named if not parameters.get(name, set()) & {"block", "blocks"}] == []
-
-
-def test_every_fence_of_the_pages_is_that_of_a_block():
-    for page in PAGES:
-        fences = re.findall(r"^ *(?:```|~~~)", (ROOT / page).read_text(), re.MULTILINE)
-        assert len(fences) == 2 * len(blocks_of(page)), page
-
-
+@pytest.mark.shown("docs/algorithms.md", "zero8.Muon8bitBlockwise")
+@pytest.mark.shown("docs/faq.md", 'float("inf")', "zero8.export")
+@pytest.mark.shown("docs/from-bitsandbytes.md", "fp32_params")
 def test_python_block_of_the_docs_runs(block, capsys):
     exec(block.text, {})
     printed = capsys.readouterr().out
     assert ("print" in block.text) == bool(printed)
 
 
+@pytest.mark.shown("docs/algorithms.md", "SGD8bitBlockwise", '"type": "Muon8bitBlockwise"')
 def test_optimizer_section_of_the_docs_makes_that_optimizer(block):
     section = json.loads(block.text)["optimizer"]
     p = torch.nn.Parameter(torch.ones(64, 64))
@@ -74,6 +38,7 @@ def test_optimizer_section_of_the_docs_makes_that_optimizer(block):
     assert made.param_groups[0].items() >= section["params"].items()
 
 
+@pytest.mark.shown("docs/from-adamw-to-8-bit.md", '+    "type"')
 def test_word_to_change_is_the_only_difference_from_a_config_of_adamw(block):
     lines = block.text.splitlines()
     sections = [
@@ -87,17 +52,20 @@ def test_word_to_change_is_the_only_difference_from_a_config_of_adamw(block):
         assert json.loads(path.read_text())["optimizer"] == after
 
 
+@pytest.mark.shown("docs/integrations.md", '"weight_decay": "auto"')
 def test_json_of_trainer_is_the_section_of_its_configs(block):
     section = json.loads(block.text)
     for path in (ROOT / "configs" / "hf").glob("*.json"):
         assert section.items() <= json.loads(path.read_text()).items()
 
 
+@pytest.mark.shown("docs/integrations.md", "learning_rate: 2e-5", "finetuning_type")
 def test_yaml_names_a_deepspeed_config_that_is_there(block):
     (name,) = re.findall(r"^deepspeed: (\S+)$", block.text, re.MULTILINE)
     assert json.loads((ROOT / name).read_text())["optimizer"]["type"] == "Adam8bitBlockwise"
 
 
+@pytest.mark.shown("docs/from-bitsandbytes.md", "zero8 checkpoint inspect bnb.pt")
 def test_commands_for_a_bitsandbytes_file_make_one_to_load(
     block, tmp_path, monkeypatch, capsys, caplog
 ):
@@ -114,6 +82,7 @@ def test_commands_for_a_bitsandbytes_file_make_one_to_load(
     assert "were saved with" not in caplog.text
 
 
+@pytest.mark.shown("docs/how-it-works.md", "were saved with")
 def test_load_with_other_settings_logs_the_line_that_the_docs_show(block, caplog):
     def optimizer(**settings):
         params = {f"p{number}": torch.nn.Parameter(torch.ones(32, 256)) for number in range(6)}
@@ -130,6 +99,7 @@ def test_load_with_other_settings_logs_the_line_that_the_docs_show(block, caplog
     assert line.startswith(block.text.removesuffix("...\n"))
 
 
+@pytest.mark.shown("docs/integrations.md", "ValueError: load_state_dict")
 def test_adamw_that_is_given_8_bit_states_raises_what_the_docs_show(block):
     p = torch.nn.Parameter(torch.ones(32, 256))
     p.grad = torch.ones_like(p)
@@ -140,28 +110,6 @@ def test_adamw_that_is_given_8_bit_states_raises_what_the_docs_show(block):
     assert f"ValueError: {raised.value}" == " ".join(block.text.split())
 
 
-# --- Of blocks that are not run ------------------------------------------------------------------
-
-
-def test_make_targets_of_the_readme_are_those_of_the_makefile():
-    for command in block_with("README.md", "make train     #").commands:
-        words = shlex.split(command, comments=True)
-        done = run(["make", "--directory", str(ROOT), "-n", *words[1:]], MAKEFLAGS="")
-        assert (words[0], done.returncode) == ("make", 0), done.stderr
-
-
-def test_script_of_the_readme_for_several_hosts_would_start_a_rank_on_each(tmp_path):
-    (tmp_path / "hosts").write_text("node0 slots=1\nnode1 slots=1\n")
-    (tmp_path / "launch").symlink_to(ROOT / "launch")
-    block = block_with("README.md", "HOSTFILE=hosts")
-    # What the launcher would be told, as the script's Python is `echo`.
-    words = shlex.split(type_in(reader(tmp_path), f"PYTHON=$(type -P echo) {block.text.strip()}"))
-    *_, script, option, config = words
-    assert (script, option) == ("train.py", "--deepspeed_config")
-    assert (ROOT / config).is_file()
-    assert words[words.index("--hostfile") + 1] == "hosts"
-
-
 def test_extras_that_pages_install_are_those_of_the_package():
     declared = (ROOT / "pyproject.toml").read_text()
     for page in PAGES:
@@ -169,3 +117,74 @@ def test_extras_that_pages_install_are_those_of_the_package():
         for names in re.findall(r"pip install '(?:zero8|\.)\[([\w,]+)\]", text):
             for name in names.split(","):
                 assert name == "X" or re.search(rf"^{name} = \[", declared, re.MULTILINE), page
+
+
+# --- README ---
+
+
+@pytest.mark.shown("README.md", "torch.nn.Linear(256, 256))\noptimizer")
+def test_readme_python_example_runs_and_prints_the_report(block, capsys):
+    exec(block.text, {})
+    assert "8-bit: 131,072 elements" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.shown("README.md", "fully_shard(model", "$ torchrun")
+def test_readme_fsdp2_example_prints_the_report_that_readme_shows(blocks, tmp_path):
+    script, shell = blocks
+    (tmp_path / "fsdp2.py").write_text(script.text)
+    ((command, shown),) = shell.session
+    assert type_in(tmp_path, command) == shown
+
+
+@pytest.mark.shown("docs/checkpoints.md", "tagged.saving")
+def test_readme_example_of_tags_makes_a_complete_one(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(block.text, {})
+    assert tags.read_latest(tmp_path / "runs" / "7b") == "step400"
+
+
+STEPS = 4
+TRAIN = "python -m torch.distributed.run --standalone --nproc-per-node 2 -m examples.gpt"
+DEMO = f"--optimizer Adam8bitBlockwise --config configs/zero2_offload.json --steps {STEPS}"
+# What differs from run to run: a speed, the use of codes, and the bytes of what is packed.
+MEASURED = re.compile(r"[\d.]+ GB/s|(?<=\b25)\d(?= of)|\b\d\.\d\d\b|\d\.\de-\d+|\d+ bytes|\.\.\.")
+
+
+@pytest.mark.slow
+@pytest.mark.shown("docs/checkpoints.md", "$ zero8 checkpoint verify")
+def test_readme_commands_of_checkpoints_print_what_readme_shows(block, tmp_path):
+    """After the first steps of the run that `make train` does; but for what is measured."""
+    build_ops()
+    type_in(reader(tmp_path), f"DS_ACCELERATOR=cpu {TRAIN} {DEMO} --out runs/demo", seconds=240)
+    for command, shown in block.session:
+        shown = shown.replace("step400", f"step{STEPS}").replace("step 400", f"step {STEPS}")
+        printed = type_in(tmp_path, command)
+        if "..." in shown:
+            before, _ = shown.split("...\n")
+            printed = printed[: len(before)]
+            shown = before
+        assert MEASURED.sub("#", printed) == MEASURED.sub("#", shown)
+    assert (tmp_path / "codes.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "other" / "latest_universal").read_text() == "universal"
+
+
+def bits_in_an_engine(ds_config):
+    """Take steps in an engine of a config without a batch size; return what it is."""
+    engine = make_engine(ds_config | {"train_micro_batch_size_per_gpu": 4}, Model())
+    train(engine, 2)
+    zero8.assert_active(engine)
+    optimizer = base_optimizer(engine)
+    return {
+        "type": type(optimizer).__name__,
+        "bits": {row.bits for row in optimizer.memory_report().rows},
+        "stage": engine.zero_optimization_stage(),
+        "offload": str(engine.zero_offload_optimizer().device),
+    }
+
+
+@pytest.mark.shown("README.md", '"zero_optimization": {"stage": 2')
+def test_readme_json_example_steps_in_an_engine(block, standing_ranks):
+    for found in standing_ranks(2).run(bits_in_an_engine, ds_config=json.loads(block.text)):
+        assert 8 in found.pop("bits")
+        assert found == {"type": "Adam8bitBlockwise", "stage": 2, "offload": "cpu"}

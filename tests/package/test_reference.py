@@ -41,15 +41,3 @@ def test_site_loads_nothing_from_the_network(site):
     assert len(pages) > 20 and len(sheets) > 2
     assert [page for page in pages if LOADED.search(page.read_text())] == []
     assert [sheet for sheet in sheets if LOADED_BY_CSS.search(sheet.read_text())] == []
-
-
-def test_site_begins_with_readme_and_shows_paths_of_what_it_lacks(site):
-    home = (site / "index.html").read_text()
-    assert 'href="docs/gpu.html"' in home and 'src="benchmarks/records/demo_cpu_202611.png"' in home
-    assert "<code>examples</code>" in home and 'href="examples"' not in home
-
-
-def test_site_reference_shows_signature_and_docstring(site):
-    page = (site / "docs" / "api" / "optimizer.html").read_text()
-    assert 'id="zero8.Adam8bitBlockwise.step_in_backward"' in page
-    assert "Step each parameter in the backward" in page

@@ -52,21 +52,6 @@ def test_private_names_of_torch_in_the_sources_are_in_the_table():
     assert found - listed == set()
 
 
-def test_private_names_of_the_table_are_in_the_sources():
-    found = {name for path in SOURCES for name in private_names(path)}
-    assert [name for name in TORCH_NAMES if not {name, of_object(name)} & found] == []
-
-
-def test_private_names_scan_finds_what_it_should(tmp_path):
-    """Guards the two tests above."""
-    (tmp_path / "a.py").write_text(
-        "from torch._x import y\nfrom torch.z import _w, v\nimport torch\n"
-        "torch._C._f()\ngroup._device_types\ntorch.ones(1)\ntorch.__version__\n"
-    )
-    names = {"torch._x.y", "torch.z._w", "torch._C._f", "torch._device_types"}
-    assert private_names(tmp_path / "a.py") == names
-
-
 @pytest.mark.parametrize("name", TORCH_NAMES)
 def test_private_name_is_in_the_installed_torch(name):
     assert doctor._is_there(name)

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verdict of `zero8 plan`: fits or not, and what makes it fit, by bytes counted by hand."""
 
-import json
-
 import pytest
 
-from zero8 import cli
 from zero8.plan.memory import Memory, cases_of, needs
 from zero8.plan.model import Model
 from zero8.plan.setup import Setup
@@ -81,19 +78,3 @@ def test_cases_are_changes_of_settings_that_can_be(setup, options):
     found = list(cases(setup, 0.001, 0.001))
     assert found[2 : 2 + len(options)] == options
     assert not any("--world-size" in what for what in found)  # no number is enough
-
-
-def test_plan_with_limits_prints_the_verdict_below_the_table(capsys):
-    words = ["plan", "--parameters", "8B", "--host-memory", "64"]
-    assert cli.main(words) == 0
-    headers, _, *rows = capsys.readouterr().out.split("\n\n")[-1].splitlines()
-    assert headers.split() == "each host, GiB, of 64 each GPU, GiB fits plan".split()
-    assert [row.split()[:3] for row in rows[:2]] == [
-        ["134.14", "15.86", "NO"],
-        ["74.89", "15.86", "NO"],
-    ]
-    assert cli.main([*words, "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["limits"] == {"host_bytes": 64 * GIB, "gpu_bytes": None}
-    assert [case["fits"] for case in result["cases"][:3]] == [False, False, True]
-    assert len(result["cases"]) == len(rows)

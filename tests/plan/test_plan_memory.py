@@ -10,7 +10,7 @@ from plan_worker import BUCKET, SUB_GROUP, Stack, config_of, held_by_engines, he
 import zero8
 from zero8.plan.memory import rows_of, total
 from zero8.plan.model import Model
-from zero8.plan.setup import GPU, HOST, NVME, Setup, with_deepspeed_config
+from zero8.plan.setup import HOST, NVME, Setup, with_deepspeed_config
 from zero8.plan.share import share_of
 from zero8.state.policy import Policy
 
@@ -144,27 +144,6 @@ def test_plan_with_fp32_params_keeps_them_in_32_bits():
         assert with_them - without == 256_000 * 8 - (256_000 * 2 + 1000 * 12)
 
 
-def test_plan_shares_of_all_stages_add_up_to_the_whole():
-    model = model_of(Stack())
-    whole = share_of(model, Setup(stage=2)).zero8_bytes
-    for setup in (Setup(stage=2, world_size=4), Setup(stage=3, world_size=4)):
-        assert share_of(model, setup).zero8_bytes == pytest.approx(whole / 4, rel=0.05)
-    fsdp2 = share_of(model, Setup(engine="fsdp2", world_size=3))
-    assert fsdp2.numel == 334 * 256 + 6 * (86 * 256 + 86)
-
-
-def test_plan_of_fsdp2_has_shards_of_fp32_where_they_are_offloaded():
-    setup = Setup(engine="fsdp2", world_size=2)
-    model = model_of(Stack())
-    share = share_of(model, setup)
-    assert total(rows_of(model, setup), HOST) == (
-        8 * share.numel + share.fp32_bytes,
-        8 * share.numel + share.zero8_bytes,
-    )
-    assert total(rows_of(model, setup), GPU) == (0, 0)
-    assert total(rows_of(model, replace(setup, offload="none")), HOST) == (0, 0)
-
-
 def test_plan_of_nvme_has_masters_gradients_and_moments_there():
     setup = Setup(stage=3, offload="nvme", sub_group_numel=SUB_GROUP, reduce_bucket_numel=BUCKET)
     model = model_of(Stack())
@@ -176,14 +155,3 @@ def test_plan_of_nvme_has_masters_gradients_and_moments_there():
     few, many = ({r.what: r.zero8_bytes for r in rs if r.what in names} for rs in (rows, pipelined))
     assert few["buffers of swapping"] == many["buffers of swapping"] == 4 * 4 * SUB_GROUP
     assert many[names[1]] == pytest.approx(3 * few[names[1]], abs=3)
-
-
-def test_plan_of_24_bit_masters_has_a_byte_more_for_each_weight_than_bf16_masters():
-    model = model_of(Stack())
-    with_bits, without = (
-        {row.what: row.zero8_bytes for row in rows_of(model, Setup(dtype=dtype))}
-        for dtype in ("24-bit-masters", "bf16-masters")
-    )
-    numel = share_of(model, Setup()).numel
-    assert with_bits == without | {"corrections of bf16 weights": numel}
-    assert "corrections of bf16 weights" not in without

@@ -2,11 +2,10 @@
 """Traffic and times of the step, from known hardware, in bytes per parameter."""
 
 import pytest
-from places import ROOT
 
 from zero8.plan.model import Model
 from zero8.plan.setup import Setup
-from zero8.plan.step_time import RECORD, RECORDED_CORE_NS, Hardware, steps_of
+from zero8.plan.step_time import Hardware, steps_of
 
 MODEL = Model("", (("a", (4096, 4096)), ("b", (4096, 4096))))
 STATES = 2 + 12 / 256  # codes, and three float32 scales per block
@@ -89,8 +88,3 @@ def test_step_time_on_nvme_adds_the_transfers_or_hides_behind_them():
     assert alone.limit == hidden.limit == "NVMe"
     assert alone.seconds == pytest.approx(transfers + MODEL.numel * 1e-9)
     assert hidden.seconds == pytest.approx(transfers)
-
-
-def test_rates_that_are_recorded_are_those_of_the_record():
-    record = (ROOT / RECORD).read_text()
-    assert all(f"{ns:.3f}" in record for pair in RECORDED_CORE_NS.values() for ns in pair)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fenced blocks of README.md and docs/, as the pages show them.
 
-A test that takes `block` runs once for each block that `doc_ledger.RUN` gives to it; one that takes
-`blocks` gets all of them, in the order of the page.
+A test marked `shown(page, *phrases)` is about the blocks of a page that have these phrases.  It
+adds only what the page says that the reader has, and asserts what the page promises.  With `block`
+it runs once for each, with `blocks` it gets all of them.
 """
 
 import os
@@ -12,7 +13,6 @@ import sysconfig
 import textwrap
 from dataclasses import dataclass
 
-import doc_ledger
 import processes
 from places import ROOT
 
@@ -58,13 +58,11 @@ def block_with(page: str, phrase: str) -> Block:
     return block
 
 
-def blocks_of_test(name: str) -> list[Block]:
-    """Return the blocks that the ledger gives to a test."""
+def blocks_shown(node) -> list[Block]:
+    """Return the blocks that a test's marks name."""
+    marks = reversed([*node.iter_markers("shown")])
     return [
-        block_with(page, phrase)
-        for page, entries in doc_ledger.RUN.items()
-        for phrase, test in entries.items()
-        if test == name
+        block_with(page, phrase) for page, *phrases in (m.args for m in marks) for phrase in phrases
     ]
 
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from examples.gpt.engine_fsdp2 import join_ranks
+from examples.gpt.engines import join_ranks
 from zero8 import Adam8bitBlockwise, AdEMAMix8bitBlockwise, Lion8bitBlockwise, SGD8bitBlockwise
 from zero8.optimizer.blockwise import BlockwiseOptimizer
 from zero8.spec.grid import is_narrow, rows_per_block

@@ -15,7 +15,6 @@ from fsdp_worker import whole
 from lightning.pytorch import strategies
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
-from ranks import error_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
@@ -263,8 +262,3 @@ def under_block(text: str, folder: Path) -> dict:
         "device": str(engine.zero_offload_optimizer().device),
         "steps": engine.global_steps,
     }
-
-
-def error_under_zero(**arguments) -> tuple[str, str] | None:
-    """Return the type and text of what `under_zero` raises."""
-    return error_of(under_zero, **arguments)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from examples.gpt.engine_fsdp2 import join_ranks
+from examples.gpt.engines import join_ranks
 
 
 def by_rows(p: nn.Parameter) -> Shard | None:

@@ -9,7 +9,7 @@ from zero_worker import base_optimizer, config, make_engine, take_step
 
 import zero8
 from benchmarks.states import state_bytes
-from examples.gpt.engine_fsdp2 import join_ranks
+from examples.gpt.engines import join_ranks
 
 BUCKET = 50_000
 SUB_GROUP = 200_000

@@ -279,12 +279,6 @@ def load_alone(kind: str, folder: Path, dtype: torch.dtype) -> dict:
     return bits(model, optimizer)
 
 
-def error_of_saving(kind: str, folder: Path) -> tuple[str, str] | None:
-    """Return the error of DCP that is given torchao's classes."""
-    model = sharded(new_model(kind))
-    return error_of(_save_by_classes, model, optimizer_of(model), folder)
-
-
 def stepped(kind: str, dtype: torch.dtype, **keywords) -> dict:
     """Return `bits` after steps with known gradients under FSDP2."""
     model = sharded(new_model(kind, dtype))
@@ -309,12 +303,6 @@ def made_states(kind: str) -> tuple[dict, dict]:
     return before, {name: whole(value) for name, value in tensors(model).items()}
 
 
-def error_of_forward(kind: str) -> tuple[str, str] | None:
-    """Return the error of a training step under FSDP2."""
-    model = sharded(new_model(kind))
-    return error_of(train, model, optimizer_of(model), 1)
-
-
 def error_of_columns() -> tuple[str, str] | None:
     """Return the error of an optimizer of INT8 weights that are cut into columns."""
     start()
@@ -332,11 +320,6 @@ def _engine(model: nn.Module):
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     }
     return make_engine(config, model)
-
-
-def error_of_engine(kind: str) -> tuple[str, str] | None:
-    """Return the error of a DeepSpeed engine of a converted model."""
-    return error_of(_engine, new_model(kind))
 
 
 def train_in_engine(kind: str) -> list[float]:

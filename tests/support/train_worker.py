@@ -9,13 +9,12 @@ from unittest.mock import patch
 
 import torch
 from places import ROOT
-from ranks import error_of
 from torch.distributed.tensor import DTensor
 
-from examples.gpt import run
-from examples.gpt.config import FLOAT32, load_config
-from examples.gpt.data import load_text, train_batch
-from examples.gpt.model import GPT, GPTConfig
+from examples.gpt import __main__ as command
+from examples.gpt.__main__ import FLOAT32
+from examples.gpt.engines import FSDP2Engine, load_config, make_int8, separated
+from examples.gpt.model import GPT, GPTConfig, load_text, train_batch
 
 # The job's configs, by engine and optimizer.
 DEEPSPEED, FSDP2 = "deepspeed", "fsdp2"
@@ -28,7 +27,7 @@ DATA = str(ROOT / "zero8")
 
 @contextmanager
 def small_job(model: GPTConfig) -> Iterator[None]:
-    with patch.object(run, "VALIDATION_WINDOWS", 16), patch.dict(run.MODELS, demo=model):
+    with patch.object(command, "VALIDATION_WINDOWS", 16), patch.dict(command.MODELS, demo=model):
         yield
 
 
@@ -56,12 +55,7 @@ def row(
     arguments |= dict(config=path, data=DATA, out=Path(out), save_every=save_every, resume=resume)
     Path(out).mkdir(parents=True, exist_ok=True)
     with small_job(model):
-        return run.train(Namespace(**arguments), load_config(path, optimizer, codec))
-
-
-def error_of_row(**arguments) -> tuple[str, str] | None:
-    """Return the type and text of what `row` raises on this rank."""
-    return error_of(row, **arguments)
+        return command.train(Namespace(**arguments), load_config(path, optimizer, codec))
 
 
 def fsdp2_engine(model: GPT, optimizer: str, checkpoint: Path | None = None, **changes):
@@ -69,17 +63,15 @@ def fsdp2_engine(model: GPT, optimizer: str, checkpoint: Path | None = None, **c
     path = config_of(FSDP2, optimizer)
     config = load_config(path, optimizer)
     config["fsdp2"] |= changes
-    return run.engine_class(path)(model, config, TOTAL_STEPS, checkpoint)
+    return FSDP2Engine(model, config, TOTAL_STEPS, checkpoint)
 
 
 def loaded_int8_weights(checkpoint: str) -> dict[str, torch.Tensor]:
     """Return the whole weights that a run goes on with, INT8 ones as their codes and scales."""
-    from examples.gpt.engine_fsdp2 import make_int8, separated
-
     model = GPT(SMALL)
     make_int8(model)
     engine = fsdp2_engine(model, "Adam8bitBlockwise", Path(checkpoint))
-    parts = separated(engine.model.state_dict())
+    parts = separated(engine.module.state_dict())
     return {
         name: part.full_tensor() if isinstance(part, DTensor) else part
         for name, part in parts.items()

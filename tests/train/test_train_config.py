@@ -2,15 +2,14 @@
 """The configs of a run: one file for both optimizers, one word apart."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
+import torch
+from deepspeed.runtime.lr_schedules import WarmupCosineLR
 from places import ROOT
 from train_worker import DEEPSPEED, FSDP2, config_of
 
-from examples.gpt import engine_deepspeed
-from examples.gpt.config import TWINS, load_config
-from examples.gpt.engine_deepspeed import completed
+from examples.gpt.engines import TWINS, completed, load_config, lr_ratio
 from zero8.state.keywords import OWN_KEYS
 
 BASELINE, EIGHT_BIT = "AdamW", "Adam8bitBlockwise"
@@ -82,26 +81,35 @@ def test_config_of_another_optimizer_is_refused_with_the_file(tmp_path, ending, 
         load_config(path, optimizer)
 
 
-@pytest.mark.parametrize("total", [400, "auto"])
-def test_total_steps_of_the_file_become_those_of_the_run(total):
+def test_total_steps_of_the_file_become_those_of_the_run():
     asked = load_config(config_of(DEEPSPEED, EIGHT_BIT), EIGHT_BIT)
-    asked["scheduler"]["params"]["total_num_steps"] = total
     got = completed(asked, 123)
     assert got["scheduler"]["params"].pop("total_num_steps") == 123
     del asked["scheduler"]["params"]["total_num_steps"]
     assert got == asked
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_adamw_on_a_gpu_without_offload_is_torchs(monkeypatch, tmp_path, device):
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_adamw_on_a_gpu_without_offload_is_torchs(monkeypatch, tmp_path, on_gpu):
     """DeepSpeed's needs a CUDA toolkit; whatever stays the same is left alone."""
-    accelerator = SimpleNamespace(device_name=lambda: device)
-    monkeypatch.setattr(engine_deepspeed, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
 
     def params(path, optimizer):
         return completed(load_config(path, optimizer), 1)["optimizer"]["params"]
 
     path = write(tmp_path, ".json", {})
-    assert params(path, BASELINE) == ({"torch_adam": True} if device == "cuda" else {})
+    assert params(path, BASELINE) == ({"torch_adam": True} if on_gpu else {})
     assert params(path, EIGHT_BIT) == {}
     assert "torch_adam" not in params(config_of(DEEPSPEED, BASELINE), BASELINE)
+
+
+@pytest.mark.parametrize("total_steps", [4, 40, 41, 100])
+def test_schedule_of_fsdp2_is_that_of_deepspeeds_warmup_cosine(total_steps):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = WarmupCosineLR(
+        optimizer, total_steps, warmup_num_steps=40, warmup_type="linear", cos_min_ratio=0.1
+    )
+    ours = {"warmup_steps": 40, "min_ratio": 0.1, "total_steps": total_steps}
+    for step in range(total_steps + 2):
+        assert lr_ratio(step, **ours) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
+        theirs.step()

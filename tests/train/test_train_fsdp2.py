@@ -8,9 +8,8 @@ import shutil
 import pytest
 from places import FOLDERS
 from ranks import free_port
-from train_worker import DEEPSPEED, FSDP2, error_of_row, losses_under_fsdp2, row
+from train_worker import DEEPSPEED, FSDP2, losses_under_fsdp2, row
 
-from zero8 import cli
 from zero8.files import tags
 from zero8.files.manifest import MANIFEST
 
@@ -51,14 +50,6 @@ def rows(standing_ranks, checkpoints):
         )[0]
         for engine, optimizer in runs
     }
-
-
-@pytest.mark.parametrize("engine", [DEEPSPEED, FSDP2])
-def test_checkpoint_of_a_run_has_a_manifest_and_is_whole(rows, checkpoints, engine, capsys):
-    folder = checkpoints / f"{engine}-{EIGHT_BIT}" / CHECKPOINT
-    assert cli.main(["checkpoint", "verify", str(folder), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["manifest"] and found["files"] == RANKS + 1  # and the model's, or the metadata
 
 
 @pytest.fixture
@@ -103,20 +94,6 @@ def test_run_that_is_resumed_on_another_number_of_ranks_goes_on(
     # And back: what one rank has saved is the newest now.
     longer = standing_ranks(RANKS).run(row, **{**resume, "steps": STEPS + 1}, resume=True)[0]
     assert (longer["first_step"], longer["ranks"]) == (STEPS, RANKS)
-
-
-def test_run_that_is_resumed_from_a_damaged_checkpoint_fails_on_all_ranks(
-    standing_ranks, rows, checkpoints, tmp_path
-):
-    folder = tmp_path / "copy"
-    shutil.copytree(checkpoints / f"{FSDP2}-{EIGHT_BIT}", folder)
-    (newest,) = folder.glob(f"{CHECKPOINT}/*step{STEPS}")
-    path = next(newest.glob("*.distcp"))
-    path.write_bytes(path.read_bytes()[:-1])
-    resume = dict(engine=FSDP2, optimizer=EIGHT_BIT, steps=STEPS, out=str(folder))
-    errors = standing_ranks(RANKS).run(error_of_row, **resume, resume=True)
-    assert [error[0] for error in errors] == ["ValueError"] * RANKS
-    assert all("truncated" in error[1] for error in errors)
 
 
 @pytest.mark.parametrize("optimizer", [BASELINE, EIGHT_BIT])
@@ -180,19 +157,16 @@ class Absent:
             raise ModuleNotFoundError("No module named 'deepspeed'", name=name)
 sys.meta_path.insert(0, Absent)
 from train_worker import row
-from examples.gpt import report
+from examples.gpt.__main__ import report
 for optimizer in ("AdamW", "Adam8bitBlockwise"):
     row("fsdp2", optimizer, steps=2, out={out!r}, codec="fp8")
-report.report(Path({out!r}), "Adam8bitBlockwise", "")
+report(Path({out!r}), "Adam8bitBlockwise", "")
 assert not [name for name in sys.modules if name.split(".")[0] == "deepspeed"]
 """
 
 
 def test_fsdp2_job_where_deepspeed_cannot_be_imported_writes_the_summary(forks, tmp_path):
-    code = WITHOUT_DEEPSPEED.format(
-        folders=FOLDERS,
-        out=str(tmp_path),
-    )
+    code = WITHOUT_DEEPSPEED.format(folders=FOLDERS, out=str(tmp_path))
     done = forks.run(
         code,
         RANK="0",

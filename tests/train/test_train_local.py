@@ -8,10 +8,9 @@ import sys
 import psutil
 import pytest
 from places import ROOT
-from processes import run
 from ranks import build_ops
 
-from examples.gpt.config import TWINS
+from examples.gpt.engines import TWINS
 from zero8 import cli
 
 # Seconds.
@@ -147,43 +146,6 @@ def test_local_sh_invalid_settings_exit_with_where_the_valid_ones_are(start_loca
     named = " ".join(f"{name}={value}" for name, value in {**chosen, **settings}.items())
     assert process.returncode == 2
     assert output == f"zero8: got {named}, expected what --help lists\n"
-
-
-ADAM, LION, SGD, MUON = TWINS
-
-
-@pytest.mark.parametrize(
-    ("settings", "config", "out"),
-    [
-        ({}, "zero2_offload.json", "demo"),
-        ({"OPTIMIZER": LION}, "zero2_offload_lion.json", "demo-lion"),
-        ({"OPTIMIZER": SGD}, "zero2_offload_sgd.json", "demo-sgd"),
-        ({"OPTIMIZER": MUON}, "zero2_offload_muon.json", "demo-muon"),
-        ({"CODEC": "fp8"}, "zero2_offload.json", "demo-fp8"),
-        ({"ENGINE": "fsdp2"}, "fsdp2_offload.toml", "demo-fsdp2"),
-        ({"ENGINE": "fsdp2", "OPTIMIZER": SGD}, "fsdp2_offload_sgd.toml", "demo-fsdp2-sgd"),
-        ({"WEIGHTS": "int8"}, "fsdp2_offload.toml", "demo-fsdp2-int8"),
-        ({"WEIGHTS": "int8", "CODEC": "fp8"}, "fsdp2_offload.toml", "demo-fsdp2-fp8-int8"),
-    ],
-    ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else "",
-)
-def test_local_sh_dry_run_has_a_config_and_a_folder_for_each_pair(settings, config, out):
-    command = ["bash", str(ROOT / "launch" / "local.sh"), "--dry-run"]
-    done = run(command, PYTHON=sys.executable, DS_ACCELERATOR="cpu", **settings)
-    assert done.returncode == 0, done.stderr
-    assert (ROOT / "configs" / config).is_file()
-    optimizer, lines = settings.get("OPTIMIZER", ADAM), done.stdout.splitlines()
-    trained = [line for line in lines if " --config " in line and "--build" not in line]
-    assert len(trained) == 2
-    for line, name in zip(trained, (optimizer, TWINS[optimizer]), strict=True):
-        assert f"--optimizer {name} --config configs/{config} " in line
-        assert f" --out runs/{out}" in f"{line} "
-        assert f"--codec {settings.get('CODEC', '')}" in line or "CODEC" not in settings
-        assert ("--weights int8" in line) == ("WEIGHTS" in settings and name == optimizer)
-    assert any("--build" in line for line in lines) == ("fsdp2" not in config)
-    report = lines[-1]
-    assert f"examples.gpt.report runs/{out} --optimizer {optimizer} " in report
-    assert all(f" {name}={value} " in report for name, value in settings.items())
 
 
 def processes_of(out):

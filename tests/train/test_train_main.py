@@ -1,77 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the process of a rank ends."""
-
-import sys
+"""What a rank says and refuses: warnings in a file, errors on the screen too."""
 
 import pytest
 from places import ROOT
 
-from examples.gpt import __main__
-
-RANK = """
-import atexit, sys
-import examples.gpt.__main__ as command
-def train(arguments, config):
-    # As what a thread of gloo still holds when the interpreter shuts down.
-    atexit.register(print, "shutdown")
-    print("trained", end="")
-    {action}
-command.train, command.log_warnings = train, lambda path: None
-sys.argv = ["examples.gpt", "--config", {config!r}]
-command.main()
+SPEAK = """
+import logging, sys, warnings
+from pathlib import Path
+from deepspeed.utils import logger
+from examples.gpt.__main__ import log_warnings
+log_warnings(Path(sys.argv[1]))
+warnings.warn("a captured warning", FutureWarning)
+logger.warning("a warning of DeepSpeed")
+logger.error("an error of DeepSpeed")
 """
-CONFIG = str(ROOT / "configs" / "zero2_offload.json")
-AS_RANK = {"RANK": "0", "LOCAL_RANK": "0"}
 
 
-def test_rank_that_has_trained_ends_with_its_output_and_without_shutdown(forks):
-    done = forks.run(RANK.format(action="pass", config=CONFIG), **AS_RANK)
-    assert done.returncode == 0, done.stderr
-    # DeepSpeed may have said something before.
-    assert done.stdout.endswith("trained") and "shutdown" not in done.stdout
+def test_warnings_are_in_the_file_and_errors_on_the_screen(forks, tmp_path):
+    path = tmp_path / "new" / "rank0.log"
+    done = forks.run(SPEAK, str(path))
+    screen, file = done.stdout + done.stderr, path.read_text()
+    for line in ("a captured warning", "a warning of DeepSpeed"):
+        assert line in file and line not in screen
+    assert "an error of DeepSpeed" in file and "an error of DeepSpeed" in screen
 
 
-@pytest.fixture
-def refused(monkeypatch, capsys):
-    """Return a function: what the program says of arguments that it refuses."""
-
-    def said(*words):
-        monkeypatch.setattr(sys, "argv", ["examples.gpt", *words])
-        with pytest.raises(SystemExit, match="2"):
-            __main__.main()
-        return capsys.readouterr().err
-
-    return said
-
-
-@pytest.mark.parametrize("words", [[], ["--config", "a.toml", "--optimizer", "AdamW"]])
-def test_int8_weights_with_what_does_not_step_them_are_refused(refused, words):
-    assert "expected float32" in refused("--weights", "int8", *words)
-
-
-WITHOUT_TORCHAO = """
+INT8_RUN = """
 import sys
-import examples.gpt.__main__ as command
+from examples.gpt.__main__ import main
 sys.modules["torchao"] = None  # as where it is not installed
 sys.argv = ["examples.gpt", "--weights", "int8", *{words!r}]
-command.main()
+main()
 """
+FSDP2 = ["--config", str(ROOT / "configs" / "fsdp2_offload.toml"), "--data", str(ROOT / "zero8")]
 
 
-def test_int8_weights_without_torchao_name_its_extra_and_delete_no_checkpoint(forks, tmp_path):
-    checkpoint = tmp_path / "out" / "Adam8bitBlockwise.checkpoint"
-    checkpoint.mkdir(parents=True)
-    config = ROOT / "configs" / "fsdp2_offload.toml"
-    words = ["--config", str(config), "--data", str(ROOT / "zero8")]
-    words += ["--out", str(checkpoint.parent)]
-    done = forks.run(WITHOUT_TORCHAO.format(words=words), **AS_RANK)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "got int8 weights, expected float32"),
+        ([*FSDP2, "--optimizer", "AdamW"], "got int8 weights, expected float32"),
+        (FSDP2, "needs torchao: pip install 'zero8[torchao]'"),
+    ],
+    ids=["DeepSpeed", "AdamW", "no torchao"],
+)
+def test_int8_weights_that_cannot_be_trained_are_refused(forks, tmp_path, words, message):
+    checkpoint = tmp_path / "Adam8bitBlockwise.checkpoint"
+    checkpoint.mkdir()
+    code = INT8_RUN.format(words=[*words, "--out", str(tmp_path)])
+    done = forks.run(code, RANK="0", LOCAL_RANK="0")
     assert done.returncode == 2, done.stderr
-    expected = "python -m examples.gpt: needs torchao: pip install 'zero8[torchao]'\n"
-    assert done.stderr.endswith(expected) and "Traceback" not in done.stderr
+    assert message in done.stderr and "Traceback" not in done.stderr
     assert checkpoint.is_dir()
-
-
-def test_rank_that_fails_ends_with_the_error(forks):
-    done = forks.run(RANK.format(action="raise OSError('disk full')", config=CONFIG), **AS_RANK)
-    assert done.returncode == 1
-    assert "OSError: disk full" in done.stderr
