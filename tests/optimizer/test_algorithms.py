@@ -100,34 +100,6 @@ def test_adam_float32_moments_follow_adamw(betas, weight_decay):
     assert error.max() < lr / 50  # the bound is far below one update
 
 
-@codecs
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_adam_first_step_does_not_depend_on_the_codec(codec, dtype):
-    """Moments are encoded after the update, and the first step starts from zeros.
-
-    Rows are a block long, so that dithers of weights restart where those of float32 moments do.
-    """
-    quantized, plain = param(64, 256, dtype=dtype), param(64, 256, dtype=dtype)
-    run(Adam8bitBlockwise([quantized], lr=0.1, codec=codec), [quantized], 1)
-    run(Adam8bitBlockwise([plain], lr=0.1, min_8bit_size=10**9), [plain], 1)
-    assert_equal([quantized], [plain])
-
-
-@codecs
-def test_adam_zero_gradients_with_weight_decay_follow_adamw_exactly(codec):
-    """The update is then one product, p * (1 - lr * weight_decay), in both optimizers."""
-    mine, theirs = param(64, 100), param(64, 100)
-    optimizer = Adam8bitBlockwise([mine], lr=1e-2, weight_decay=0.3, codec=codec)
-    adamw = torch.optim.AdamW([theirs], lr=1e-2, weight_decay=0.3, foreach=False)
-    for step in range(10):
-        set_grads([mine], step)
-        mine.grad[:, ::2] = 0.0
-        theirs.grad = mine.grad.clone()
-        optimizer.step()
-        adamw.step()
-        assert torch.equal(mine[:, ::2], theirs[:, ::2])
-
-
 def test_adam_l2_adds_decay_to_the_gradient():
     """Exact sums of eighths: the same bits as without decay on the summed gradient."""
     mine, theirs = (nn.Parameter(torch.arange(6400.0).view(64, 100) / 8 - 400) for _ in range(2))
@@ -393,39 +365,6 @@ def test_long_lived_moment_whose_gradient_has_ended_reaches_zero(made, beta):
         optimizer.step()
     m = moment_of(optimizer, p)
     assert (m[:, 1:] == 0).all() and (m[:, 0] > 0.9).all()
-
-
-@pytest.mark.parametrize(("codec", "levels"), [("log", 32), ("log6", 8)])
-@pytest.mark.parametrize("spread", [0.0, 1.0])
-@pytest.mark.parametrize("made", [ADAM, MIX], ids=lambda one: one.algorithm.name)
-def test_update_of_a_first_moment_with_beta_0_99_errs_by_its_roundings_only(
-    made, codec, levels, spread
-):
-    """A rounding by the dither is unbiased, and errs by half a cell at most (RMS).
-
-    A cell has 1/levels of |m| + s, with the wide levels' s twice that.  An average is rounded after
-    it is used, so its error is beta/(1 - beta^2)^1/2 of one rounding's.  A large eps makes the
-    update u = m/eps, within 1/eps.  (C2') held m back by more than this bound.
-    """
-    beta, eps = 0.99, 1e4
-    size = torch.exp(spread * torch.randn(16, 256, generator=torch.Generator().manual_seed(1)))
-    p = nn.Parameter(torch.zeros(16, 256))
-    betas = (beta, 0.999, 0.999)[: 2 + (made is MIX)]
-    zero_alpha = {"alpha": 0.0} if made is MIX else {}
-    optimizer = made([p], lr=1.0, betas=betas, eps=eps, codec=codec, **zero_alpha)
-    m, error, bound = (torch.zeros(16, 256, dtype=torch.float64) for _ in range(3))
-    for step in range(1, 301):
-        p.grad = size * torch.randn(16, 256, generator=torch.Generator().manual_seed(step))
-        with torch.no_grad():
-            p.zero_()
-        optimizer.step()
-        m = beta * m + (1 - beta) * p.grad.double()
-        if step > 100:
-            error += (-p.detach().double() * eps * (1 - beta**step) - m) ** 2
-            scale = optimizer.state[p][f"{optimizer.algorithm.moment_names[0]}_scale"].double()
-            cell = (m.abs() + scale.abs()) / torch.where(scale < 0, levels / 2, levels)
-            bound += (cell / 2 * beta) ** 2 / (1 - beta**2)
-    assert ((error / size**2).mean() / (bound / size**2).mean()).sqrt() < 1
 
 
 @every
