@@ -274,8 +274,8 @@ def test_optimizer_memory_report_counts_the_bytes_of_state(codec):
     assert optimizer.memory_report().grad_bytes == {}
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 300), (5, 0), (3, 0, 100)], ids=str)
-def test_optimizer_empty_parameter_is_stepped_and_saved(shape):
+@pytest.mark.parametrize("shape", [(), (0,), (0, 300), (5, 0), (3, 0, 100)], ids=str)
+def test_optimizer_parameter_of_one_or_no_element_is_stepped_and_saved(shape):
     p, other = nn.Parameter(torch.zeros(shape)), param(64, 100)
     optimizer = Adam8bitBlockwise([p, other], min_8bit_size=0)
     run(optimizer, [p, other], 2)
