@@ -4,7 +4,7 @@
 import pytest
 import torch
 from fsdp_checkpoints import MODES, resume, save_all
-from fsdp_worker import LAYOUTS, differing, trained, trained_alone
+from fsdp_worker import LAYOUTS, differing, trained
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,14 +16,14 @@ STEPS, MORE = 3, 4
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("in_backward", [False, True], ids=["after", "in_backward"])
+@pytest.mark.parametrize("way", ["after the backward", "in the backward"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gpu_fsdp2_step_has_the_bits_of_one_process_on_the_cpu(
-    layout, in_backward, world_size, standing_ranks
+    layout, way, world_size, standing_ranks
 ):
-    arguments = {"layout": layout, "steps": 4, "in_backward": in_backward}
+    arguments = {"layout": layout, "steps": 4, "way": way}
     for got in standing_ranks(world_size, DEVICE).run(trained, **arguments):
-        assert differing(got, trained_alone(layout, 4), world_size) == []
+        assert differing(got, trained(layout, 4, "alone"), world_size) == []
 
 
 @pytest.fixture(scope="module")

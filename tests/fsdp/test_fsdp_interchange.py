@@ -3,8 +3,14 @@
 
 import pytest
 import torch
-from fsdp_checkpoints import MODES, assigned, carry, save_in_training, sizes
-from fsdp_plain import load_plain, save_sharded
+from fsdp_checkpoints import (
+    MODES,
+    assigned,
+    carry,
+    load_plain,
+    save_in_training,
+    save_sharded,
+)
 from fsdp_worker import SHAPES, differing
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -99,14 +105,6 @@ def test_fsdp2_async_save_has_the_states_of_its_start(standing_ranks, tmp_path):
     for expected, later, loaded in standing_ranks(2).run(save_in_training, folder=tmp_path):
         assert differing(loaded, expected) == []
         assert differing(later, expected) != []
-
-
-def test_fsdp2_checkpoint_is_less_than_a_third_of_adamws_and_takes_no_copy(
-    standing_ranks, tmp_path
-):
-    for ours, adamws, taken in standing_ranks(2).run(sizes, folder=tmp_path):
-        assert ours <= 0.30 * adamws
-        assert taken == 0
 
 
 def test_fsdp2_checkpoint_loads_into_one_process_and_back(standing_ranks, tmp_path):

@@ -2,39 +2,28 @@
 """Steps under FSDP2 have the bits of one process on plain tensors."""
 
 import pytest
-from fsdp_worker import (
-    LAYOUTS,
-    WRITES,
-    accumulated,
-    clipped,
-    differing,
-    trained,
-    trained_alone,
-    trained_by_accelerate,
-    trained_by_mover,
-    trained_in_ddp,
-    written,
-)
+from fsdp_worker import LAYOUTS, WRITES, accumulated, clipped, differing, trained, written
+
+CASES = [
+    *((layout, size, 4, "after the backward") for layout in LAYOUTS for size in (2, 3)),
+    *((layout, 2, 4, "in the backward") for layout in ("offload", "corrected")),
+    ("corrected", 2, 3, "Accelerate"),
+    ("bfloat16", 2, 3, "moved"),
+    ("bfloat16", 2, 3, "DDP"),
+]
 
 
 @pytest.mark.parametrize(
-    ("layout", "world_size"),
+    ("layout", "size", "steps", "way"),
     [
-        pytest.param(layout, size, marks=[pytest.mark.slow] * (size == 3 and layout != "corrected"))
-        for layout in LAYOUTS
-        for size in (2, 3)
+        pytest.param(*case, marks=[pytest.mark.slow] * (case[1] == 3 and case[0] != "corrected"))
+        for case in CASES
     ],
 )
-def test_fsdp2_step_has_the_bits_of_one_process(layout, world_size, standing_ranks):
-    for got in standing_ranks(world_size).run(trained, layout=layout, steps=4):
-        assert differing(got, trained_alone(layout, 4), world_size) == []
-
-
-@pytest.mark.parametrize("layout", ["offload", "corrected"])
-def test_fsdp2_step_in_the_backward_has_the_bits_of_one_process(layout, standing_ranks):
-    arguments = {"layout": layout, "steps": 4, "in_backward": True}
-    for got in standing_ranks(2).run(trained, **arguments):
-        assert differing(got, trained_alone(layout, 4), 2) == []
+def test_fsdp2_step_has_the_bits_of_one_process(layout, size, steps, way, standing_ranks):
+    expected = trained(layout, steps, "alone")
+    for got in standing_ranks(size).run(trained, layout=layout, steps=steps, way=way):
+        assert differing(got, expected, *[size] * (way != "DDP")) == []
 
 
 def test_fsdp2_step_in_the_backward_of_the_last_micro_batch_has_the_bits_of_one_after_it(
@@ -63,25 +52,8 @@ def test_fsdp2_step_with_a_clipped_norm_has_the_bits_of_torchs_clipping(layout, 
             assert norm.item() == pytest.approx(torchs.item(), rel=torchs_error)
 
 
-def test_fsdp2_step_of_an_optimizer_made_before_sharding_has_the_bits_of_one_process(
-    standing_ranks,
-):
-    for got in standing_ranks(2).run(trained_by_accelerate, layout="corrected", steps=3):
-        assert differing(got, trained_alone("corrected", 3), 2) == []
-
-
-def test_fsdp2_step_of_a_model_that_was_moved_has_the_bits_of_one_process(standing_ranks):
-    for got in standing_ranks(2).run(trained_by_mover, layout="bfloat16", steps=3):
-        assert differing(got, trained_alone("bfloat16", 3), 2) == []
-
-
 @pytest.mark.parametrize("write", WRITES)
 def test_fsdp2_weights_that_a_script_writes_count_as_they_are(write, standing_ranks):
     for got, expected in standing_ranks(2).run(written, write=write):
         assert differing(got, expected) == []
         assert not any(entries["values"].isnan().any() for entries in got.values())
-
-
-def test_ddp_step_has_the_bits_of_one_process(standing_ranks):
-    for got in standing_ranks(2).run(trained_in_ddp, layout="bfloat16", steps=3):
-        assert differing(got, trained_alone("bfloat16", 3)) == []

@@ -1,59 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers beside Adam: steps as their papers and the reference define them, and states."""
+"""Steps of each algorithm as its paper and the reference define them."""
 
-import copy
-import inspect
 import math
 
 import pytest
 import torch
-from nests import assert_same
 from reference_twin import NAME, SEED, SHAPE, ReferenceTwin
 from small_optimizers import (
+    BETAS,
+    DECAY,
+    LR,
+    OPTIONS,
     assert_equal,
     gamma,
     param,
     required_by,
-    run,
     set_grads,
     small_model,
-    through_file,
 )
 from torch import nn
 
-import zero8
 from zero8 import Adam8bitBlockwise, AdEMAMix8bitBlockwise, Lion8bitBlockwise, SGD8bitBlockwise
 from zero8.optimizer.elementwise import OPTIMIZERS
 from zero8.spec.ademamix import beta3_at
-from zero8.spec.algorithms import ALGORITHMS
 from zero8.spec.codec import CODECS
 from zero8.spec.segment import Rounding
-from zero8.state.keywords import DEFAULTS
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 FP32, BF16 = torch.float32, torch.bfloat16
-LR, BETAS, DECAY = 1e-2, (0.9, 0.99), 0.1
 codecs = pytest.mark.parametrize("codec", CODECS)
-ADAM, LION, SGD, MIX = (
-    Adam8bitBlockwise,
-    Lion8bitBlockwise,
-    SGD8bitBlockwise,
-    AdEMAMix8bitBlockwise,
-)
-OPTIONS = {
-    ADAM: {"lr": LR, "betas": BETAS, "eps": 1e-6, "weight_decay": DECAY},
-    LION: {"lr": LR, "betas": BETAS, "weight_decay": DECAY},
-    SGD: {"lr": LR, "momentum": 0.9, "weight_decay": DECAY, "nesterov": True},
-    MIX: {"lr": LR, "weight_decay": DECAY, "alpha": 2.0, "t_alpha": 4, "t_beta3": 8},
-}
-"""Keywords of each optimizer; SGD must be given a momentum."""
+ADAM, LION, SGD, MIX = Adam8bitBlockwise, Lion8bitBlockwise, SGD8bitBlockwise, AdEMAMix8bitBlockwise
 every = pytest.mark.parametrize("made", OPTIONS, ids=lambda one: one.algorithm.name)
-one_moment = pytest.mark.parametrize("made", [LION, SGD], ids=lambda one: one.algorithm.name)
-
-
-def entry_of(made) -> str:
-    """Return the moment's entry in fp32 states."""
-    return made.algorithm.moment_names[0]
 
 
 # --- The step ------------------------------------------------------------------------------------
@@ -98,34 +75,6 @@ def test_adam_float32_moments_follow_adamw(betas, weight_decay):
         error += size * gamma(9 * t + 14) * absolute_m / d
         assert ((mine - exact).abs() <= error).all(), f"step {t}"
     assert error.max() < lr / 50  # the bound is far below one update
-
-
-@codecs
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_adam_first_step_does_not_depend_on_the_codec(codec, dtype):
-    """Moments are encoded after the update, and the first step starts from zeros.
-
-    Rows are a block long, so that dithers of weights restart where those of float32 moments do.
-    """
-    quantized, plain = param(64, 256, dtype=dtype), param(64, 256, dtype=dtype)
-    run(Adam8bitBlockwise([quantized], lr=0.1, codec=codec), [quantized], 1)
-    run(Adam8bitBlockwise([plain], lr=0.1, min_8bit_size=10**9), [plain], 1)
-    assert_equal([quantized], [plain])
-
-
-@codecs
-def test_adam_zero_gradients_with_weight_decay_follow_adamw_exactly(codec):
-    """The update is then one product, p * (1 - lr * weight_decay), in both optimizers."""
-    mine, theirs = param(64, 100), param(64, 100)
-    optimizer = Adam8bitBlockwise([mine], lr=1e-2, weight_decay=0.3, codec=codec)
-    adamw = torch.optim.AdamW([theirs], lr=1e-2, weight_decay=0.3, foreach=False)
-    for step in range(10):
-        set_grads([mine], step)
-        mine.grad[:, ::2] = 0.0
-        theirs.grad = mine.grad.clone()
-        optimizer.step()
-        adamw.step()
-        assert torch.equal(mine[:, ::2], theirs[:, ::2])
 
 
 def test_adam_l2_adds_decay_to_the_gradient():
@@ -395,39 +344,6 @@ def test_long_lived_moment_whose_gradient_has_ended_reaches_zero(made, beta):
     assert (m[:, 1:] == 0).all() and (m[:, 0] > 0.9).all()
 
 
-@pytest.mark.parametrize(("codec", "levels"), [("log", 32), ("log6", 8)])
-@pytest.mark.parametrize("spread", [0.0, 1.0])
-@pytest.mark.parametrize("made", [ADAM, MIX], ids=lambda one: one.algorithm.name)
-def test_update_of_a_first_moment_with_beta_0_99_errs_by_its_roundings_only(
-    made, codec, levels, spread
-):
-    """A rounding by the dither is unbiased, and errs by half a cell at most (RMS).
-
-    A cell has 1/levels of |m| + s, with the wide levels' s twice that.  An average is rounded after
-    it is used, so its error is beta/(1 - beta^2)^1/2 of one rounding's.  A large eps makes the
-    update u = m/eps, within 1/eps.  (C2') held m back by more than this bound.
-    """
-    beta, eps = 0.99, 1e4
-    size = torch.exp(spread * torch.randn(16, 256, generator=torch.Generator().manual_seed(1)))
-    p = nn.Parameter(torch.zeros(16, 256))
-    betas = (beta, 0.999, 0.999)[: 2 + (made is MIX)]
-    zero_alpha = {"alpha": 0.0} if made is MIX else {}
-    optimizer = made([p], lr=1.0, betas=betas, eps=eps, codec=codec, **zero_alpha)
-    m, error, bound = (torch.zeros(16, 256, dtype=torch.float64) for _ in range(3))
-    for step in range(1, 301):
-        p.grad = size * torch.randn(16, 256, generator=torch.Generator().manual_seed(step))
-        with torch.no_grad():
-            p.zero_()
-        optimizer.step()
-        m = beta * m + (1 - beta) * p.grad.double()
-        if step > 100:
-            error += (-p.detach().double() * eps * (1 - beta**step) - m) ** 2
-            scale = optimizer.state[p][f"{optimizer.algorithm.moment_names[0]}_scale"].double()
-            cell = (m.abs() + scale.abs()) / torch.where(scale < 0, levels / 2, levels)
-            bound += (cell / 2 * beta) ** 2 / (1 - beta**2)
-    assert ((error / size**2).mean() / (bound / size**2).mean()).sqrt() < 1
-
-
 @every
 @pytest.mark.parametrize("value", [math.nan, math.inf, -(2.0**63)])
 def test_algorithm_gradient_that_is_not_finite_stops_its_block_only(made, value):
@@ -444,181 +360,3 @@ def test_algorithm_gradient_that_is_not_finite_stops_its_block_only(made, value)
     skipped[1, 256:] = True
     assert torch.equal(p[skipped], before[skipped])
     assert torch.equal(p[~skipped], other[~skipped])
-
-
-# --- States --------------------------------------------------------------------------------------
-
-
-@every
-def test_algorithm_state_has_its_bytes(made):
-    p = param(64, 512)
-    algorithm, optimizer = made.algorithm, made([("w", p)], **OPTIONS[made])
-    run(optimizer, [p], 2)
-    state = optimizer.state[p]
-    moments = [f"{name}{kind}" for name in algorithm.moment_names for kind in ("_q8", "_scale")]
-    memory = [one.name for one in algorithm.memory]
-    assert sorted(state) == sorted(["format", "step", *memory, *moments])
-    assert state["format"].tolist()[:2] == [1, algorithm.number]
-    (row,) = optimizer.memory_report().rows
-    scales = {ADAM: 3, MIX: 4}.get(made, 1)  # v has two
-    assert row.state_bytes == len(algorithm.moments) * 64 * 512 + 4 * scales * 64 * 2
-
-
-@every
-@codecs
-@pytest.mark.parametrize("form", ["8bit", "fp32"])
-def test_algorithm_state_dict_through_a_file_continues_with_the_same_bits(made, codec, form):
-    p = param(20, 300, dtype=FP32)
-    optimizer = made([("w", p)], codec=codec, state_dict_format=form, **OPTIONS[made])
-    run(optimizer, [p], 3)
-    saved = optimizer.state_dict()
-    q = nn.Parameter(p.detach().clone())
-    other = made([("w", q)], codec=codec, **OPTIONS[made])
-    other.load_state_dict(through_file(saved))
-    if form == "fp32" and made.algorithm.memory:  # the bounds of its updates are forgotten
-        for mine, theirs in zip(optimizer.moments(p), other.moments(q), strict=True):
-            assert torch.equal(mine.codes, theirs.codes)
-            assert torch.equal(mine.scales, theirs.scales)
-        return
-    run(optimizer, [p], 3, start=3)
-    run(other, [q], 3, start=3)
-    assert_equal([p], [q])
-
-
-@one_moment
-def test_one_moment_of_another_library_loads_without_a_step(made):
-    """The states of the usual Lion and of torch's SGD are their moments alone."""
-    p = param(20, 300)
-    moment = param(20, 300, seed=1).detach()
-    group = {"params": [0], **OPTIONS[made], "lr": 3e-4}
-    optimizer = made([p], **OPTIONS[made])
-    optimizer.load_state_dict({"state": {0: {entry_of(made): moment}}, "param_groups": [group]})
-    assert optimizer.state[p]["step"] == (1 if made is SGD else 0)
-    assert optimizer.param_groups[0]["lr"] == 3e-4
-    assert (moment_of(optimizer, p) - moment).abs().max() < 0.04 * moment.abs().max()
-    run(optimizer, [p], 1)
-
-
-def test_sgd_states_of_torch_go_in_and_out():
-    """With dampening, which torch leaves out in the first step only."""
-    options = {"lr": LR, "momentum": 0.9, "dampening": 0.5}
-    theirs, ours = param(20, 300), param(20, 300)
-    of_torch = torch.optim.SGD([theirs], **options)
-    run(of_torch, [theirs], 2)
-    ours.data.copy_(theirs)
-    optimizer = SGD8bitBlockwise([ours], min_8bit_size=10**9, **options)
-    optimizer.load_state_dict(of_torch.state_dict())
-    for one, p in ((of_torch, theirs), (optimizer, ours)):
-        run(one, [p], 2, start=2)
-    assert torch.allclose(theirs, ours, rtol=1e-6, atol=1e-7)
-    back = torch.optim.SGD([nn.Parameter(ours.detach().clone())], **options)
-    back.load_state_dict(copy.deepcopy(zero8.export(optimizer)))
-    (p,) = back.param_groups[0]["params"]
-    for one, q in ((optimizer, ours), (back, p)):
-        run(one, [q], 2, start=4)
-    assert torch.allclose(p, ours, rtol=1e-6, atol=1e-7)
-
-
-def states_of(optimizer_class, **keywords):
-    p = param(20, 300)
-    optimizer = optimizer_class([p], **OPTIONS.get(optimizer_class, {}) | keywords)
-    run(optimizer, [p], 1)
-    return optimizer.state_dict()
-
-
-FOREIGN = {
-    "Lion from Adam": (LION, states_of, Adam8bitBlockwise, "one of Adam8bitBlockwise"),
-    "Adam from Lion": (Adam8bitBlockwise, states_of, LION, "one of Lion8bitBlockwise"),
-    "SGD from Lion": (SGD, states_of, LION, "one of Lion8bitBlockwise"),
-    "Lion from AdamW": (LION, states_of, torch.optim.AdamW, "one of an fp32 Adam"),
-    "AdEMAMix from Adam": (MIX, states_of, Adam8bitBlockwise, "betas: got .* three numbers"),
-    "Adam from AdEMAMix": (Adam8bitBlockwise, states_of, MIX, "betas: got .* two numbers"),
-    "Lion from AdEMAMix": (LION, states_of, MIX, "betas: got .* two numbers"),
-    "SGD from AdamW": (SGD, states_of, torch.optim.AdamW, r"without \['momentum_buffer'\]"),
-    "Adam from an fp32 Lion": (
-        Adam8bitBlockwise,
-        lambda lion: states_of(lion, state_dict_format="fp32"),
-        LION,
-        r"without \['exp_avg_sq'\]",
-    ),
-}
-
-
-@pytest.mark.parametrize(("ours", "make", "theirs", "message"), FOREIGN.values(), ids=FOREIGN)
-def test_states_of_other_algorithms_are_refused(ours, make, theirs, message):
-    p = param(20, 300)
-    optimizer = ours([p], **OPTIONS.get(ours, {}))
-    run(optimizer, [p], 1)
-    before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError, match=message):
-        optimizer.load_state_dict(make(theirs))
-    assert_same(optimizer.state_dict()["state"], before["state"])
-
-
-@every
-def test_algorithm_is_refused_by_other_optimizers_and_exported_for_them(made):
-    state_dict, name = states_of(made), made.__name__
-    with pytest.raises(ValueError, match=f"states of zero8's {name}, which AdamW"):
-        torch.optim.AdamW([param(20, 300)]).load_state_dict(state_dict)
-    p = param(20, 300)
-    optimizer = made([p], **OPTIONS[made])
-    run(optimizer, [p], 1)
-    exported = zero8.export(optimizer)["state"][0]
-    assert sorted(exported) == sorted([*made.algorithm.moment_names, "step"])
-    assert exported[entry_of(made)].dtype == FP32
-
-
-# --- Keywords ------------------------------------------------------------------------------------
-
-
-NOT_THEIR_OWN = [
-    (made, key)
-    for made in OPTIONS
-    for key in ("eps", "bias_correction", "adam_w_mode", "betas2")
-    if key not in made.algorithm.keywords
-]
-
-
-def test_hint_names_no_keyword_that_the_optimizer_lacks():
-    with pytest.raises(ValueError, match="unknown parameter 'beta1' for SGD8bit") as raised:
-        SGD8bitBlockwise([param(4, 4)], momentum=0.9, beta1=0.9)
-    assert "betas" not in str(raised.value)
-
-
-@pytest.mark.parametrize(("made", "key"), NOT_THEIR_OWN)
-def test_keyword_that_is_not_its_own_is_refused_with_those_that_are(made, key):
-    known = {ADAM: "eps", LION: "betas", SGD: "dampening", MIX: "alpha"}[made]
-    with pytest.raises(ValueError, match=f"unknown parameter '{key}' for {made.__name__}.*{known}"):
-        made([param(4, 4)], **OPTIONS[made], **{key: True})
-
-
-BAD = {
-    "no momentum": (SGD, {}, r"momentum: got 0\.0, expected .* use torch.optim.SGD"),
-    "momentum 1": (SGD, {"momentum": 1.0}, r"momentum: got 1\.0, expected a number above 0 and"),
-    "dampening": (SGD, {"dampening": 1.5}, r"dampening: got 1\.5, expected at most 1"),
-    "nesterov": (SGD, {"dampening": 0.5, "nesterov": True}, "nesterov: got true with a dampening"),
-    "flag": (SGD, {"nesterov": 1}, "nesterov: got 1, expected true or false"),
-    "two betas": (MIX, {"betas": (0.9, 0.999)}, "betas: got .*, expected three numbers, such as"),
-    "alpha": (MIX, {"alpha": -1.0}, r"alpha: got -1\.0, expected at least 0"),
-    "schedule": (MIX, {"betas": (0.0, 0.9, 0.99), "t_beta3": 5}, "t_beta3: got 5 .*beta1 above 0"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_option_that_is_invalid_is_refused(name):
-    made, options, message = BAD[name]
-    momentum = {"momentum": 0.9} if made is SGD and name != "no momentum" else {}
-    with pytest.raises(ValueError, match=message):
-        made([param(4, 4)], **momentum | options)
-
-
-def test_lion_settings_have_the_defaults_of_adam():
-    parameters = inspect.signature(Adam8bitBlockwise.__init__).parameters
-    assert {key: parameters[key].default for key in DEFAULTS} == DEFAULTS
-
-
-def test_every_algorithm_has_an_optimizer_that_torch_knows():
-    assert [one.algorithm for one in OPTIMIZERS] == list(ALGORITHMS)
-    for one in OPTIMIZERS:
-        assert one.__name__ == one.algorithm.class_name
-        assert getattr(torch.optim, one.__name__) is getattr(zero8, one.__name__) is one

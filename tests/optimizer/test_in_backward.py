@@ -5,8 +5,6 @@ import os
 import threading
 import time
 import weakref
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -159,39 +157,6 @@ def test_in_backward_waits_where_too_many_gradients_would_wait(monkeypatch):
     train(model, optimizer, 2)
     assert 0 < max(waiting) <= in_backward_module.MOST_WAITING_BYTES
     assert handle._waiting_bytes == 0
-
-
-class CopyUnderWay:
-    """Stands for the event of a copy that ends when `done` is set."""
-
-    device = torch.device("cuda", 1)
-
-    def __init__(self):
-        self.done, self.is_recorded = threading.Event(), False
-
-    def record(self):
-        self.is_recorded = True
-
-    def synchronize(self):
-        assert self.is_recorded
-        assert self.done.wait(60)
-
-
-def test_in_backward_gradient_that_is_copied_from_the_gpu_is_waited_for_by_the_worker(monkeypatch):
-    """A parameter that FSDP2 keeps in page-locked memory; the backward goes on meanwhile."""
-    copy, read = CopyUnderWay(), []
-    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: copy)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(read.append(device)))
-    p = nn.Parameter(torch.ones(8))
-    p.device_mesh = SimpleNamespace(device_type="cuda")
-    handle = in_backward_module.InBackward(lambda p, grad: read.append(grad.tolist()))
-    handle.watch([p])
-    p.sum().backward()
-    time.sleep(0.1)
-    assert read in ([], [copy.device])
-    copy.done.set()
-    handle.remove()
-    assert read == [copy.device, [1.0] * 8]
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch has no grad_dtype")

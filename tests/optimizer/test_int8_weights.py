@@ -117,15 +117,6 @@ def test_step_of_int8_weights_has_the_same_bits_with_any_number_of_threads_and_p
     assert all(map(same_bits, one, other))
 
 
-@pytest.mark.usefixtures("way")
-def test_step_of_int8_weights_that_changes_nothing_keeps_every_bit():
-    params = int8_params()
-    trained(params)
-    before = [copy_of(p) for p in params]
-    trained(params, lr=0.0)
-    assert all(map(same_bits, params, before))
-
-
 def test_state_of_int8_weights_resumes_to_the_bit():
     whole, parts = int8_params(), int8_params()
     trained(whole, steps=4)

@@ -66,18 +66,6 @@ def test_optimizer_state_appears_with_the_first_gradient():
     assert torch.equal(used, before) and optimizer.state[used]["step"] == 3
 
 
-def test_optimizer_states_that_were_looked_at_early_do_no_harm():
-    """`optimizer.state` makes an empty entry for whoever looks; DeepSpeed does."""
-    p, q = param(64, 100), param(64, 100)
-    optimizer, other = Adam8bitBlockwise([p]), Adam8bitBlockwise([q])
-    assert optimizer.state[p] == {}
-    assert optimizer.memory_report().rows == ()
-    optimizer.load_state_dict(optimizer.state_dict())
-    run(optimizer, [p], 2)
-    run(other, [q], 2)
-    assert_equal([p], [q])
-
-
 def test_optimizer_named_parameters_dither_by_name_and_not_by_order():
     models = [small_model(BF16) for _ in range(3)]
     named = [list(model.named_parameters()) for model in models]
@@ -86,16 +74,6 @@ def test_optimizer_named_parameters_dither_by_name_and_not_by_order():
     assert_equal(models[0].parameters(), models[1].parameters())
     # Indices are other identities.
     assert not torch.equal(models[0][0].weight, models[2][0].weight)
-
-
-def test_optimizer_fp32_params_keep_float32_moments():
-    model = small_model()
-    optimizer = Adam8bitBlockwise(model.named_parameters(), fp32_params=["0.*"])
-    run(optimizer, list(model.parameters()), 1)
-    assert optimizer.state[model[0].weight]["exp_avg"].dtype == FP32
-    assert optimizer.state[model[1].weight]["exp_avg_q8"].dtype == torch.uint8
-    with pytest.raises(ValueError, match="pass model.named_parameters"):
-        Adam8bitBlockwise(model.parameters(), fp32_params=["0.*"])
 
 
 def test_optimizer_float16_gradients_of_float32_parameters_step_as_in_float32():
@@ -296,18 +274,8 @@ def test_optimizer_memory_report_counts_the_bytes_of_state(codec):
     assert optimizer.memory_report().grad_bytes == {}
 
 
-@codecs
-def test_optimizer_memory_report_of_a_lora_pair_is_2_06_bytes_at_most(codec):
-    pair = {"lora_A": param(16, 4096), "lora_B": param(4096, 16)}
-    optimizer = Adam8bitBlockwise(pair.items(), codec=codec)
-    run(optimizer, list(pair.values()), 1)
-    report = optimizer.memory_report()
-    assert report.state_bytes_per_param() <= 2.06
-    assert [row.reason for row in report.rows] == ["16 rows x 16 blocks", "256 blocks of 16 rows"]
-
-
-@pytest.mark.parametrize("shape", [(0,), (0, 300), (5, 0), (3, 0, 100)], ids=str)
-def test_optimizer_empty_parameter_is_stepped_and_saved(shape):
+@pytest.mark.parametrize("shape", [(), (0,), (0, 300), (5, 0), (3, 0, 100)], ids=str)
+def test_optimizer_parameter_of_one_or_no_element_is_stepped_and_saved(shape):
     p, other = nn.Parameter(torch.zeros(shape)), param(64, 100)
     optimizer = Adam8bitBlockwise([p, other], min_8bit_size=0)
     run(optimizer, [p, other], 2)

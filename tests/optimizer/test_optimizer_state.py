@@ -12,69 +12,53 @@ import pytest
 import torch
 from nests import assert_same
 from places import GOLDEN
-from small_optimizers import through_file
+from small_optimizers import assert_equal, param, run, through_file
 from torch import nn
 
+import zero8
 from zero8 import Adam8bitBlockwise
-from zero8.spec.adam import ADAM
-from zero8.spec.codec import CODECS, codec_numbered, dequantize
-from zero8.spec.grid import BlockGrid
-from zero8.spec.packing import unpacked
+from zero8.spec.codec import CODECS
 from zero8.state.tell import tell_once
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 SAVED = GOLDEN / "plain_state.pt"
-GOLDEN_SHAPES = {"wide": (2, 333), "experts": (2, 2, 100), "vector": (17,)}
+SHAPES = {"wide": (2, 333), "experts": (2, 2, 100), "vector": (17,)}
 SMALL = {"lr": 0.1, "min_8bit_size": 100}
 FP32, BF16 = torch.float32, torch.bfloat16
 codecs = pytest.mark.parametrize("codec", CODECS)
 dtypes = pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 
 
-def make_params(dtype: torch.dtype = FP32) -> list[tuple[str, nn.Parameter]]:
-    params = []
-    for number, (name, shape) in enumerate(GOLDEN_SHAPES.items()):
-        generator = torch.Generator().manual_seed(number)
-        params.append((name, nn.Parameter(torch.randn(shape, generator=generator).to(dtype))))
-    return params
+def make_params(dtype: torch.dtype = FP32) -> dict[str, nn.Parameter]:
+    return {n: param(*shape, seed=s, dtype=dtype) for s, (n, shape) in enumerate(SHAPES.items())}
 
 
-def run(optimizer, params, steps: int, start: int = 0) -> None:
-    for step in range(start, start + steps):
-        for number, (_, p) in enumerate(params):
-            generator = torch.Generator().manual_seed(1000 * step + number)
-            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        optimizer.step()
+def optimizer_of(params, made=Adam8bitBlockwise, **keywords):
+    return made(list(params.items()), **{**SMALL, **keywords})
 
 
 def trained(dtype=FP32, steps: int = 3, **keywords):
-    """Return named parameters and their optimizer after a few steps."""
+    """Return parameters by name and their optimizer after a few steps."""
     params = make_params(dtype)
-    optimizer = Adam8bitBlockwise(params, **{**SMALL, **keywords})
-    run(optimizer, params, steps)
+    optimizer = optimizer_of(params, **keywords)
+    run(optimizer, params.values(), steps)
     return params, optimizer
 
 
-def moments(state: dict) -> dict[str, torch.Tensor]:
-    """Decode both moments of one parameter's state, by the format and the codec alone."""
-    _, _, codes, block_size, _, *shape = state["format"].tolist()
-    if not block_size:
-        return {which: state[which] for which in ("exp_avg", "exp_avg_sq")}
-    grid, numel = BlockGrid.of(tuple(shape), block_size), torch.Size(shape).numel()
-    block, _ = grid.block_numbers(0, numel)
-    decoded = {}
-    for place, which in enumerate(("exp_avg", "exp_avg_sq")):
-        code = codec_numbered(codes >> 8 * place & 0xFF).code_of(ADAM.moment(which))
-        scales = state[f"{which}_scale"].reshape(-1, *code.scale_shape)
-        stored = state[f"{which}_q{code.bits}"].flatten()
-        x = dequantize(code, unpacked(stored, grid, 0, numel, code.bits), scales, block)
-        decoded[which] = x.view(shape)
-    return decoded
+def moments(optimizer, p) -> list[torch.Tensor]:
+    return [store.read(0, p.numel()).view(p.shape) for store in optimizer.moments(p)]
 
 
-def assert_equal(params, others) -> None:
-    for (name, p), (_, q) in zip(params, others, strict=True):
-        assert torch.equal(p, q), name
+def states_of(optimizer) -> list[dict]:
+    return list(optimizer.state_dict()["state"].values())
+
+
+def assert_go_on_alike(*pairs, steps: int = 3, start: int = 3) -> None:
+    for params, optimizer in pairs:
+        run(optimizer, params.values(), steps, start=start)
+    (params, optimizer), (others, other) = pairs
+    assert_equal(params.values(), others.values())
+    assert_same(states_of(optimizer), states_of(other))
 
 
 # --- Round trips ---------------------------------------------------------------------------------
@@ -83,36 +67,26 @@ def assert_equal(params, others) -> None:
 @codecs
 @dtypes
 @pytest.mark.parametrize("rounding", ["dither", "hash", False], ids=str)
-def test_state_dict_through_a_file_continues_with_the_same_bits(codec, dtype, rounding):
+@pytest.mark.parametrize("named", [True, False])
+def test_state_dict_through_a_file_continues_with_the_same_bits(codec, dtype, rounding, named):
+    """A resumed run goes on rounding where it was, though its parameters have other names."""
     keywords = {"codec": codec, "stochastic_rounding": rounding}
     params, optimizer = trained(dtype, **keywords)
-    resumed = [(name, nn.Parameter(p.detach().clone())) for name, p in params]
-    other = Adam8bitBlockwise(resumed, **SMALL, **keywords)
-    other.load_state_dict(through_file(optimizer.state_dict()))
-    for (_, p), (_, q) in zip(params, resumed, strict=True):
-        assert_same(optimizer.state[p], other.state[q])
-    run(optimizer, params, 3, start=3)
-    run(other, resumed, 3, start=3)
-    assert_equal(params, resumed)
-
-
-def test_state_dict_identity_of_the_dither_comes_from_the_checkpoint():
-    """A resumed run goes on rounding where it was, though its parameters have other names."""
-    params, optimizer = trained(BF16)
-    resumed = [nn.Parameter(p.detach().clone()) for _, p in params]
-    other = Adam8bitBlockwise(resumed, **SMALL)
-    state_dict = optimizer.state_dict()
-    for group in state_dict["param_groups"]:
-        del group["param_names"]
-    other.load_state_dict(state_dict)
-    run(optimizer, params, 3, start=3)
-    run(other, [(None, p) for p in resumed], 3, start=3)
-    assert_equal(params, [(None, p) for p in resumed])
+    resumed = {name: nn.Parameter(p.detach().clone()) for name, p in params.items()}
+    saved = through_file(optimizer.state_dict())
+    if named:
+        other = optimizer_of(resumed, **keywords)
+    else:
+        other = Adam8bitBlockwise(resumed.values(), **SMALL, **keywords)
+        del saved["param_groups"][0]["param_names"]
+    other.load_state_dict(saved)
+    assert_same(states_of(optimizer), states_of(other))
+    assert_go_on_alike((params, optimizer), (resumed, other))
 
 
 def test_state_entries_have_the_documented_types_and_shapes():
     params, optimizer = trained(BF16, codec="log")
-    state = optimizer.state[params[1][1]]
+    state = optimizer.state[params["experts"]]
     assert (state["step"], type(state["history"])) == (3, float)
     assert state["format"].tolist()[:4] == [1, 1, 0x0404, 256]
     assert state["format"].tolist()[5:] == [2, 2, 100]
@@ -123,194 +97,138 @@ def test_state_entries_have_the_documented_types_and_shapes():
         "exp_avg_scale": (FP32, (2, 2, 1)),
         "exp_avg_sq_scale": (FP32, (2, 2, 1, 2)),
     }
-    vector = optimizer.state[params[2][1]]
+    vector = optimizer.state[params["vector"]]
     assert vector["format"].tolist()[1:4] == [1, 0, 0]
     assert vector["exp_avg"].dtype == vector["exp_avg_sq"].dtype == FP32
-
-
-@dtypes
-def test_loaded_state_shares_no_memory_with_the_dict(dtype):
-    params, optimizer = trained(dtype)
-    state_dict = copy.deepcopy(optimizer.state_dict())
-    untouched = copy.deepcopy(state_dict)
-    optimizer.load_state_dict(state_dict)
-    theirs = {t.untyped_storage().data_ptr() for t in tensors_of(state_dict["state"])}
-    ours = {t.untyped_storage().data_ptr() for t in tensors_of(optimizer.state)}
-    assert not theirs & ours
-    run(optimizer, params, 1, start=3)
-    for key, state in untouched["state"].items():
-        assert_same(state_dict["state"][key], state)
+    optimizer.state_dict_format = "fp32"
+    assert states_of(optimizer)[2]["exp_avg"].data_ptr() == vector["exp_avg"].data_ptr()
 
 
 @pytest.mark.parametrize("theirs", [Adam8bitBlockwise, torch.optim.AdamW])
-def test_loaded_state_of_tensors_in_a_graph_is_not_part_of_the_graph(theirs):
-    params, optimizer = trained()
-    other = theirs(make_params())
-    run(other, [("", p) for p in other.param_groups[0]["params"]], 1)
-    state_dict = copy.deepcopy(other.state_dict())
-    for state in state_dict["state"].values():
+@dtypes
+def test_loaded_state_shares_no_memory_with_the_dict_and_no_graph(theirs, dtype):
+    params, optimizer = trained(dtype)
+    others = make_params(dtype)
+    other = theirs(others.values())
+    run(other, others.values(), 1)
+    saved = copy.deepcopy(other.state_dict())
+    for state in saved["state"].values():
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 state[key] = value.clone().requires_grad_() * 1
-    optimizer.load_state_dict(state_dict)
-    assert not any(tensor.requires_grad for tensor in tensors_of(optimizer.state))
-    run(copy.deepcopy(optimizer), params, 1)
+    values = [v.detach().clone() for v in tensors_in(saved["state"])]
+    optimizer.load_state_dict(saved)
+    assert not any(tensor.requires_grad for tensor in tensors_in(optimizer.state))
+    run(copy.deepcopy(optimizer), params.values(), 1)
+    run(optimizer, params.values(), 1, start=3)
+    assert_same([v.detach() for v in tensors_in(saved["state"])], values)
+
+
+def tensors_in(states) -> list[torch.Tensor]:
+    found = [value for state in states.values() for value in state.values()]
+    return [value for value in found if isinstance(value, torch.Tensor)]
 
 
 def test_deepcopy_with_a_gradient_of_another_dtype_goes_on_with_the_same_bits():
     """torch's deepcopy of such a parameter fails."""
-    p = torch.nn.Parameter(torch.linspace(-1, 1, 4096).view(64, 64))
-    p.grad_dtype = torch.bfloat16
-    p.grad = torch.linspace(1, 2, 4096).view(64, 64).to(torch.bfloat16)
+    p = param(64, 64)
+    p.grad_dtype = BF16
+    p.grad = torch.linspace(1, 2, 4096).view(64, 64).to(BF16)
     optimizer = Adam8bitBlockwise([p], lr=0.1)
     optimizer.step()
     new = copy.deepcopy({"again": optimizer, "optimizer": optimizer})
     assert new["again"] is new["optimizer"]
     (q,) = new["again"].param_groups[0]["params"]
     assert q is not p and q.grad is not p.grad
-    assert q.grad.dtype == torch.bfloat16 and torch.equal(q.grad, p.grad)
+    assert_same(q.grad, p.grad)
     for one in (optimizer, new["again"]):
         one.step()
     assert torch.equal(p, q)
-
-
-def tensors_of(states: dict) -> list[torch.Tensor]:
-    found = [value for state in states.values() for value in state.values()]
-    return [value for value in found if isinstance(value, torch.Tensor)]
 
 
 @dtypes
 def test_load_state_dict_of_fp32_adamw_quantizes_its_moments(dtype):
     """Moments within the codes' bounds, exact where they stay float32; the step count goes on."""
     params, theirs = make_params(dtype), make_params(dtype)
-    adamw = torch.optim.AdamW(theirs, lr=0.1, foreach=False)
-    run(adamw, theirs, 3)
-    optimizer = Adam8bitBlockwise(params, codec="log", min_8bit_size=100)
+    adamw = torch.optim.AdamW(theirs.values(), lr=0.3, foreach=False)
+    run(adamw, theirs.values(), 3)
+    optimizer = optimizer_of(params, codec="log")
     optimizer.load_state_dict(adamw.state_dict())
-    assert optimizer.param_groups[0]["lr"] == 0.1
-    for (_, p), (_, q) in zip(params, theirs, strict=True):
-        state, exact = optimizer.state[p], adamw.state[q]
-        assert state["step"] == 3 and type(state["step"]) is int
-        decoded = moments(state)
-        for which in ("exp_avg", "exp_avg_sq"):
-            value = exact[which].float()
-            if p.ndim == 1:
-                assert torch.equal(decoded[which], value)
-                continue
-            # Half a code.  Of v that is 14/254 at most; of m 1/64 of |x| + s with a scale s of at
-            # most 1/14.75 of the largest, or 1/32 with 1/247; and less than 2^-20 for roundings.
-            top = value.abs().amax()
-            bounds = {
-                "exp_avg_sq": value * 14 / 254,
-                "exp_avg": ((value.abs() + top / 14.75) / 64).maximum(
-                    (value.abs() + top / 247) / 32
-                ),
-            }
-            error = (decoded[which] - value).abs()
-            assert (error <= bounds[which] * (1 + 2.0**-14)).all(), which
-    run(optimizer, params, 2, start=3)
+    assert optimizer.param_groups[0]["lr"] == 0.3
+    for name, p in params.items():
+        exact = adamw.state[theirs[name]]
+        assert optimizer.state[p]["step"] == 3 and type(optimizer.state[p]["step"]) is int
+        # Half a code.  Of v that is 14/254 at most; of m 1/64 of |x| + s with a scale s of at most
+        # 1/14.75 of the largest, or 1/32 with 1/247; and less than 2^-20 for roundings.
+        m, v = (exact[which].float() for which in ("exp_avg", "exp_avg_sq"))
+        size, top = m.abs(), m.abs().amax()
+        bounds = ((size + top / 14.75) / 64).maximum((size + top / 247) / 32), v * 14 / 254
+        for got, value, bound in zip(moments(optimizer, p), (m, v), bounds, strict=True):
+            bound = bound * (1 + 2.0**-14) if p.ndim > 1 else 0.0
+            assert ((got - value).abs() <= bound).all()
+    run(optimizer, params.values(), 2, start=3)
 
 
 def test_load_state_dict_does_not_clip_moments_of_unknown_history():
     """Moments that another optimizer made: m^2/v may be anything."""
     params = make_params()
-    optimizer = Adam8bitBlockwise(params, lr=1.0, eps=0.0, min_8bit_size=100)
-    adamw = torch.optim.AdamW(params, lr=1.0)
-    run(adamw, params, 1)
+    optimizer = optimizer_of(params, lr=1.0, eps=0.0)
+    adamw = torch.optim.AdamW(params.values(), lr=1.0)
+    run(adamw, params.values(), 1)
     for state in adamw.state.values():
         state["exp_avg"].fill_(1.0)
         state["exp_avg_sq"].fill_(2.0**-20)
     optimizer.load_state_dict(adamw.state_dict())
-    before = [p.detach().clone() for _, p in params]
-    for _, p in params:
+    before = [p.detach().clone() for p in params.values()]
+    for p in params.values():
         p.grad = torch.zeros_like(p)
     optimizer.step()
-    for (_, p), old in zip(params, before, strict=True):
+    for p, old in zip(params.values(), before, strict=True):
         assert ((p - old).abs() > 100).all()
 
 
-OTHER = {
-    "block size": {"block_size": 64},
-    "codec": {"codec": "dynamic"},
-    "to float32": {"min_8bit_size": 10**6},
-    "to 8-bit": {"min_8bit_size": 1},
-}
-
-
-@pytest.mark.parametrize("keywords", OTHER.values(), ids=OTHER)
-def test_load_state_dict_into_another_form_equals_quantizing_the_moments(keywords):
-    """What a state decodes to, written into fresh states of the other form."""
-    params, optimizer = trained(codec="log", min_8bit_size=500)
-    others = make_params()
-    other = Adam8bitBlockwise(others, **{**SMALL, "codec": "log", **keywords})
-    other.load_state_dict(optimizer.state_dict())
-    run_before = {name: moments(optimizer.state[p]) for name, p in params}
-    dense = torch.optim.AdamW(make_params())
-    state_dict = dense.state_dict()
-    state_dict["state"] = {
-        number: {"step": torch.tensor(3.0), **run_before[name]}
-        for number, (name, _) in enumerate(params)
-    }
-    expected_params = make_params()
-    expected = Adam8bitBlockwise(expected_params, **{**SMALL, "codec": "log", **keywords})
-    expected.load_state_dict(state_dict)
-    changed = 0
-    for (name, p), (_, q), (_, old) in zip(others, expected_params, params, strict=True):
-        state = other.state[p]
-        assert (state["step"], state["history"]) == (3, optimizer.state[old]["history"])
-        changed += state["format"].tolist() != optimizer.state[old]["format"].tolist()
-        for which, value in moments(expected.state[q]).items():
-            assert torch.equal(moments(state)[which], value), name
-    assert changed
-    run(other, others, 1, start=3)
-
-
-SAVED_FORM = "codec='log', block_size=256"
+LOG = "codec='log', block_size=256"
+# Settings of the loading optimizer; the forms that are logged.
 OTHER_FORMS = {
-    "block size": (SAVED_FORM, "codec='log', block_size=64"),
-    "codec": (SAVED_FORM, "codec='dynamic', block_size=256"),
-    "to float32": (SAVED_FORM, "float32 moments"),
-    "to 8-bit": ("float32 moments", SAVED_FORM),
-    "the same": None,
+    "block size": ({"block_size": 64}, (LOG, "codec='log', block_size=64")),
+    "codec": ({"codec": "dynamic"}, (LOG, "codec='dynamic', block_size=256")),
+    "to float32": ({"min_8bit_size": 10**6}, (LOG, "float32 moments")),
+    "to 8-bit": ({"min_8bit_size": 1}, ("float32 moments", LOG)),
+    "the same": ({}, None),
 }
 
 
-@pytest.mark.parametrize("name", OTHER_FORMS)
-def test_load_state_dict_into_another_form_logs_it_once(name, caplog):
+@pytest.mark.parametrize(("keywords", "forms"), OTHER_FORMS.values(), ids=OTHER_FORMS)
+def test_load_state_dict_into_another_form_quantizes_the_moments_and_logs_it_once(
+    keywords, forms, caplog
+):
+    """What a state decodes to, written into fresh states of the other form."""
     tell_once.cache_clear()
-    _, optimizer = trained(codec="log", min_8bit_size=500)
-    settings = {**SMALL, "min_8bit_size": 500, **OTHER.get(name, {})}
-    other = Adam8bitBlockwise(make_params(), **settings)
+    params, optimizer = trained(codec="log", min_8bit_size=500)
+    others, theirs = make_params(), make_params()
+    keywords = {"min_8bit_size": 500, **keywords}
+    other, expected = (optimizer_of(each, **keywords) for each in (others, theirs))
     for _ in range(2):
         other.load_state_dict(optimizer.state_dict())
-    said = [r.getMessage() for r in caplog.records if "were saved with" in r.getMessage()]
-    if forms := OTHER_FORMS[name]:
-        (line,) = said
-        start = "zero8: moments were saved with {} and loaded with {}, the optimizer"
-        assert line.startswith(start.format(*forms))
-    else:
+    expected.load_state_dict(zero8.export(optimizer))
+    for p, q, old in zip(others.values(), theirs.values(), params.values(), strict=True):
+        assert (other.state[p]["step"], expected.state[q]["step"]) == (3, 3)
+        assert other.state[p]["history"] == optimizer.state[old]["history"]
+        assert_same(moments(other, p), moments(expected, q))
+    run(other, others.values(), 1, start=3)
+    said = [line for line in caplog.messages if "were saved with" in line]
+    if forms is None:
         assert said == []
-
-
-def test_load_state_dict_of_another_models_adamw_raises():
-    other = nn.Parameter(torch.zeros(2, 334))
-    adamw = torch.optim.AdamW([other])
-    other.grad = torch.ones_like(other)
-    adamw.step()
-    p = nn.Parameter(torch.zeros(2, 333))
-    optimizer = Adam8bitBlockwise([p])
-    with pytest.raises(ValueError, match=r"got moments of shape \(2, 334\), .*\(2, 333\)"):
-        optimizer.load_state_dict(adamw.state_dict())
-    assert not optimizer.state
-
-
-# --- Copies --------------------------------------------------------------------------------------
+        return
+    (line,) = said
+    assert "saved with {} and loaded with {}, the".format(*forms) in line
 
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda both: pickle.loads(pickle.dumps(both))}
+copies = pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
 
 
-@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
+@copies
 @pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
 @pytest.mark.parametrize("steps", [0, 2])
 def test_optimizer_copy_continues_with_the_same_bits(duplicate, named, steps):
@@ -319,15 +237,11 @@ def test_optimizer_copy_continues_with_the_same_bits(duplicate, named, steps):
     keywords = {"lr": 0.1, "codec": "dynamic", "seed": 7, "stochastic_rounding": "hash"}
     keywords |= {"bias_correction": False, "block_size": 64}
     keywords |= SMALL | {"fp32_params": ["wide"]} if named else {"min_8bit_size": 500}
-    optimizer = Adam8bitBlockwise(params if named else [p for _, p in params], **keywords)
-    run(optimizer, params, steps)
-    params2, optimizer2 = duplicate((params, optimizer))
-    assert type(optimizer2) is Adam8bitBlockwise
-    run(optimizer, params, 3, start=steps)
-    run(optimizer2, params2, 3, start=steps)
-    assert_equal(params, params2)
-    for (_, p), (_, q) in zip(params, params2, strict=True):
-        assert_same(optimizer.state[p], optimizer2.state[q])
+    optimizer = Adam8bitBlockwise(params.items() if named else params.values(), **keywords)
+    run(optimizer, params.values(), steps)
+    copied = duplicate((params, optimizer))
+    assert type(copied[1]) is Adam8bitBlockwise
+    assert_go_on_alike((params, optimizer), copied, start=steps)
 
 
 # --- The golden file -----------------------------------------------------------------------------
@@ -339,9 +253,11 @@ def write_golden() -> None:
     for codec in CODECS:
         for dtype in (FP32, BF16):
             params, optimizer = trained(dtype, steps=5, codec=codec, lr=0.01)
+            decoded = [moments(optimizer, p) for p in params.values()]
+            names = ("exp_avg", "exp_avg_sq")
             golden[f"{codec} {dtype}"] = {
                 "state_dict": optimizer.state_dict(),
-                "moments": [moments(optimizer.state[p]) for _, p in params],
+                "moments": [dict(zip(names, pair, strict=True)) for pair in decoded],
             }
     SAVED.parent.mkdir(exist_ok=True)
     torch.save(golden, SAVED)
@@ -352,24 +268,12 @@ def write_golden() -> None:
 def test_golden_state_loads_verbatim_and_decodes_to_the_moments_beside_it(codec, dtype):
     saved = torch.load(SAVED, weights_only=True)[f"{codec} {dtype}"]
     params = make_params(dtype)
-    optimizer = Adam8bitBlockwise(params, codec=codec, min_8bit_size=100)
+    optimizer = optimizer_of(params, codec=codec)
     optimizer.load_state_dict(copy.deepcopy(saved["state_dict"]))
-    for number, (name, p) in enumerate(params):
-        state = optimizer.state[p]
-        assert_same(state, saved["state_dict"]["state"][number])
-        for which, value in moments(state).items():
-            assert torch.equal(value, saved["moments"][number][which]), f"{name} {which}"
-            assert value.any()
-    run(optimizer, params, 1, start=5)
-
-
-def test_state_dict_in_fp32_has_the_live_moments_that_are_float32():
-    p = torch.nn.Parameter(torch.ones(100))
-    optimizer = Adam8bitBlockwise([p], state_dict_format="fp32")
-    p.grad = torch.ones(100)
-    optimizer.step()
-    saved = optimizer.state_dict()["state"][0]
-    assert saved["exp_avg"].data_ptr() == optimizer.state[p]["exp_avg"].data_ptr()
+    for number, p in enumerate(params.values()):
+        assert_same(optimizer.state[p], saved["state_dict"]["state"][number])
+        assert_same(moments(optimizer, p), list(saved["moments"][number].values()))
+    run(optimizer, params.values(), 1, start=5)
 
 
 if __name__ == "__main__":

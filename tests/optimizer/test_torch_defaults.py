@@ -5,13 +5,9 @@ import copy
 
 import pytest
 import torch
-from moment_samples import same
 from nests import assert_same
 
 from zero8 import Adam8bitBlockwise
-from zero8.deepspeed.swap_io import BufferPool
-from zero8.integrations.health import health
-from zero8.spec import arithmetic as ieee
 from zero8.spec.codec import CODECS
 
 SHAPES = {"weight": (64, 256), "bias": (300,), "half": (40, 128)}
@@ -72,37 +68,3 @@ def test_step_and_load_under_another_default_give_the_same_bits(other_default, c
     expected = train(codec)
     other_default()
     assert_same(train(codec), expected)
-
-
-def test_arithmetic_under_another_default_takes_numbers_as_float32(other_default):
-    x = torch.tensor([0.3, -7.0])
-    expected = [ieee.mul(x, 0.3), ieee.div(x, 0.3), ieee.fma(x, 0.3, 0.7)]
-    other_default()
-    assert same([ieee.mul(x, 0.3), ieee.div(x, 0.3), ieee.fma(x, 0.3, 0.7)], expected)
-
-
-def test_swapper_under_another_default_asks_for_bytes_in_host_memory(other_default):
-    """DeepSpeed's handle allocates what the example is like."""
-    asked = []
-
-    class Handle:
-        def new_cpu_locked_tensor(self, numel, example):
-            asked.append((example.dtype, example.device))
-            return torch.empty(numel, dtype=torch.uint8, device="cpu")
-
-        def free_cpu_locked_tensor(self, tensor):
-            pass
-
-    other_default()
-    BufferPool(Handle()).take(64)
-    assert asked == [(torch.uint8, torch.device("cpu"))]
-
-
-def test_health_under_other_defaults_is_what_it_was(other_default):
-    p = torch.nn.Parameter(torch.randn(64, 256, generator=torch.Generator().manual_seed(1)))
-    optimizer = Adam8bitBlockwise([p])
-    p.grad = p.detach().clone()
-    optimizer.step()
-    expected = health(optimizer)
-    other_default()
-    assert health(optimizer) == expected

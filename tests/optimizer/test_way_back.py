@@ -32,7 +32,7 @@ def test_export_loads_into_adamw_which_holds_the_decoded_moments_and_steps():
         for which, store in zip(("exp_avg", "exp_avg_sq"), optimizer.moments(p), strict=True):
             assert torch.equal(adamw.state[p][which].flatten(), store.read(0, p.numel()))
         assert adamw.state[p]["step"].item() == 2
-    assert adamw.param_groups[0]["lr"] == 1e-2
+    assert adamw.param_groups[0]["lr"] == 1e-2 and optimizer.state_dict_format == "8bit"
     adamw.step()
 
 

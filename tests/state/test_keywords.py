@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The keywords of all optimizers: those of other libraries, bad values, and groups."""
+
+import inspect
 import math
 
 import pytest
 import torch
+from small_optimizers import param, required_by
 from torch import nn
 
-from zero8 import Adam8bitBlockwise
-from zero8.spec.adam import ADAM
+import zero8
+from zero8 import Adam8bitBlockwise, AdEMAMix8bitBlockwise, Lion8bitBlockwise, SGD8bitBlockwise
+from zero8.optimizer.elementwise import OPTIMIZERS
+from zero8.spec.algorithms import ALGORITHMS
 from zero8.spec.segment import Rounding
 from zero8.state import keywords
 from zero8.state.tell import tell_once
 
+ADAM, LION, SGD, MIX = Adam8bitBlockwise, Lion8bitBlockwise, SGD8bitBlockwise, AdEMAMix8bitBlockwise
 
-def make(**keywords) -> Adam8bitBlockwise:
-    return Adam8bitBlockwise([nn.Parameter(torch.zeros(64, 64))], **keywords)
+
+def make(made=ADAM, **keywords):
+    return made([nn.Parameter(torch.zeros(64, 64))], **keywords)
 
 
 # What DeepSpeed's JSON can carry for Adam and AdamW, and torch's AdamW keywords.
@@ -30,7 +38,6 @@ UNDERSTOOD = {
         "fp32_optimizer_states": True,
         "set_grad_none": True,
     },
-    "adamw_mode": {"adamw_mode": False},
     "torch_adam": {"torch_adam": True},
     "whole numbers": {"lr": 1, "betas": [0, 0], "eps": 0, "weight_decay": 0},
     "torch AdamW": {
@@ -48,7 +55,6 @@ UNDERSTOOD = {
         "codec": "dynamic",
         "min_8bit_size": 0,
         "fp32_params": [],
-        "stochastic_rounding": "hash",
         "seed": -3,
     },
 }
@@ -62,56 +68,51 @@ def test_settings_keys_of_other_adams_are_understood(keywords):
             assert group[key] == keywords[key]
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_settings_adamw_mode_is_adam_w_mode(first):
-    decoupled = make(adam_w_mode=first).param_groups[0]["decoupled_weight_decay"]
-    assert decoupled is make(adamw_mode=first).param_groups[0]["decoupled_weight_decay"] is first
-
-
 REFUSED = {
-    "amsgrad": ({"amsgrad": True}, "amsgrad: got True, .* supports False only: .*third moment"),
-    "capturable": ({"capturable": True}, "capturable: got True.*CUDA graphs"),
-    "differentiable": ({"differentiable": True}, "differentiable: got True"),
-    "negative lr": ({"lr": -1.0}, "lr: got -1.0, expected at least 0"),
-    "lr as text": ({"lr": "1e-3"}, "lr: got '1e-3', expected a finite number, without quotes"),
-    "NaN lr": ({"lr": math.nan}, "lr: got nan, expected a finite number"),
-    "lr of two": ({"lr": torch.ones(2)}, r"lr: got a tensor of shape \(2,\), expected one element"),
-    "boolean lr": ({"lr": True}, "lr: got True"),
-    "betas as number": ({"betas": 0.9}, "betas: got 0.9, expected two numbers"),
-    "beta of 1": ({"betas": (0.9, 1.0)}, "betas: got 1.0, expected numbers below 1"),
-    "negative beta": ({"betas": (-0.1, 0.9)}, "betas: got -0.1, expected at least 0"),
-    "infinite eps": ({"eps": math.inf}, "eps: got inf, expected a finite number"),
-    "subnormal eps": ({"eps": 1e-39}, "eps: got 1e-39, expected 0 or at least 1.17.*2.-126"),
-    "decay as text": ({"weight_decay": "0"}, "weight_decay: got '0', expected a finite number"),
-    "adam_w_mode": ({"adam_w_mode": 1}, "adam_w_mode: got 1, expected true or false"),
-    "adamw_mode": ({"adamw_mode": "yes"}, "adamw_mode: got 'yes', expected true or false"),
-    "maximize": ({"maximize": 1}, "maximize: got 1, expected true or false"),
-    "block_size": ({"block_size": 255}, "block_size: got 255, expected a power of two"),
-    "codec": (
-        {"codec": "fp4"},
-        "codec: got 'fp4', expected one of .*'dynamic', 'fp8', 'linear4'",
-    ),
-    "min_8bit_size": ({"min_8bit_size": -1}, "min_8bit_size: got -1, expected an integer >= 0"),
-    "fractional min_8bit_size": ({"min_8bit_size": 4096.0}, "min_8bit_size: got 4096.0"),
-    "number as pattern": ({"fp32_params": ["a", 3]}, "fp32_params: got 3 in the list"),
-    "fp32_params": ({"fp32_params": "*embed*"}, "fp32_params: got .*expected a list"),
-    "patterns without names": ({"fp32_params": ["*"]}, "pass model.named_parameters"),
-    "rounding": ({"stochastic_rounding": "up"}, "stochastic_rounding: got 'up', expected one of"),
-    "seed": ({"seed": 1.5}, "seed: got 1.5, expected an integer"),
+    "amsgrad": (ADAM, {"amsgrad": True}, "got True, .* supports False only: .*third moment"),
+    "capturable": (ADAM, {"capturable": True}, "got True.*CUDA graphs"),
+    "differentiable": (ADAM, {"differentiable": True}, "got True"),
+    "negative lr": (ADAM, {"lr": -1.0}, "got -1.0, expected at least 0"),
+    "lr as text": (ADAM, {"lr": "1e-3"}, "got '1e-3', expected a finite number, without quotes"),
+    "NaN lr": (ADAM, {"lr": math.nan}, "got nan, expected a finite number"),
+    "lr of two": (ADAM, {"lr": torch.ones(2)}, r"a tensor of shape \(2,\), expected one element"),
+    "boolean lr": (ADAM, {"lr": True}, "got True"),
+    "betas as number": (ADAM, {"betas": 0.9}, "got 0.9, expected two numbers"),
+    "beta of 1": (ADAM, {"betas": (0.9, 1.0)}, "got 1.0, expected numbers below 1"),
+    "negative beta": (ADAM, {"betas": (-0.1, 0.9)}, "got -0.1, expected at least 0"),
+    "infinite eps": (ADAM, {"eps": math.inf}, "got inf, expected a finite number"),
+    "subnormal eps": (ADAM, {"eps": 1e-39}, "got 1e-39, expected 0 or at least 1.17.*2.-126"),
+    "decay as text": (ADAM, {"weight_decay": "0"}, "got '0', expected a finite number"),
+    "adam_w_mode": (ADAM, {"adam_w_mode": 1}, "got 1, expected true or false"),
+    "adamw_mode": (ADAM, {"adamw_mode": "yes"}, "got 'yes', expected true or false"),
+    "maximize": (ADAM, {"maximize": 1}, "got 1, expected true or false"),
+    "block_size": (ADAM, {"block_size": 255}, "got 255, expected a power of two"),
+    "codec": (ADAM, {"codec": "fp4"}, "got 'fp4', expected one of .*'dynamic', 'fp8', 'linear4'"),
+    "min_8bit_size": (ADAM, {"min_8bit_size": -1}, "got -1, expected an integer >= 0"),
+    "fractional size": (ADAM, {"min_8bit_size": 4096.0}, "got 4096.0"),
+    "number as pattern": (ADAM, {"fp32_params": ["a", 3]}, "got 3 in the list"),
+    "fp32_params": (ADAM, {"fp32_params": "*embed*"}, "got .*expected a list"),
+    "patterns without names": (ADAM, {"fp32_params": ["*"]}, "pass model.named_parameters"),
+    "rounding": (ADAM, {"stochastic_rounding": "up"}, "got 'up', expected one of"),
+    "rounding of 1": (ADAM, {"stochastic_rounding": 1}, "got 1, expected one of"),
+    "correction": (ADAM, {"weight_correction_bits": 4}, "got 4, expected one of"),
+    "seed": (ADAM, {"seed": 1.5}, "got 1.5, expected an integer"),
+    "form": (ADAM, {"state_dict_format": "fp16"}, "got 'fp16', expected one of"),
+    "no momentum": (SGD, {"momentum": 0.0}, r"got 0\.0, expected .* use torch.optim.SGD"),
+    "momentum 1": (SGD, {"momentum": 1.0}, r"got 1\.0, expected a number above 0 and"),
+    "dampening": (SGD, {"dampening": 1.5}, r"got 1\.5, expected at most 1"),
+    "nesterov": (SGD, {"nesterov": True, "dampening": 0.5}, "got true with a dampening"),
+    "flag": (SGD, {"nesterov": 1}, "got 1, expected true or false"),
+    "two betas": (MIX, {"betas": (0.9, 0.999)}, "got .*, expected three numbers, such as"),
+    "alpha": (MIX, {"alpha": -1.0}, r"got -1\.0, expected at least 0"),
+    "schedule": (MIX, {"t_beta3": 5, "betas": (0.0, 0.9, 0.99)}, "got 5 .*beta1 above 0"),
 }
 
 
-@pytest.mark.parametrize(("keywords", "message"), REFUSED.values(), ids=REFUSED)
-def test_settings_bad_value_raises_with_what_was_expected(keywords, message):
-    with pytest.raises(ValueError, match=message):
-        make(**keywords)
-
-
-def test_settings_unknown_key_raises_with_the_valid_ones():
-    with pytest.raises(ValueError, match="unknown parameter 'learning_rate'") as error:
-        make(learning_rate=1e-3)
-    for key in (*ADAM.keywords, *keywords.OWN_KEYS, *keywords.NO_EFFECT_KEYS):
-        assert key in str(error.value)
+@pytest.mark.parametrize(("made", "keywords", "message"), REFUSED.values(), ids=REFUSED)
+def test_settings_bad_value_raises_with_what_was_expected(made, keywords, message):
+    with pytest.raises(ValueError, match=f"^{next(iter(keywords))}: .*{message}"):
+        make(made, **required_by(made) | keywords)
 
 
 # What users of other libraries write, and the hint that they get.
@@ -129,36 +130,27 @@ OTHER_NAMES = {
 
 
 @pytest.mark.parametrize(("key", "hint"), OTHER_NAMES.items(), ids=OTHER_NAMES)
-def test_settings_name_of_another_library_raises_with_a_hint(key, hint):
+def test_settings_name_of_another_library_raises_with_a_hint_and_the_valid_ones(key, hint):
     with pytest.raises(ValueError) as error:
         make(**{key: 1})
     assert str(error.value).startswith(f"unknown parameter {key!r} for Adam8bitBlockwise.  {hint}")
+    for valid in (*ADAM.algorithm.keywords, *keywords.OWN_KEYS, *keywords.NO_EFFECT_KEYS):
+        assert valid in str(error.value)
 
 
-@pytest.mark.parametrize("key", ["lr", "betas", "amsgrad", "maximize"])
-def test_settings_bad_value_in_a_group_raises(key):
-    optimizer = make()
-    with pytest.raises(ValueError, match=f"{key}: got "):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))], key: "x"})
-    assert len(optimizer.param_groups) == 1
+@pytest.mark.parametrize("made", OPTIMIZERS)
+def test_keyword_that_is_not_its_own_is_refused_with_those_that_are(made):
+    for key in {"eps", "bias_correction", "adam_w_mode", "beta1"} - set(made.algorithm.keywords):
+        with pytest.raises(ValueError, match=f"'{key}' for {made.__name__}") as raised:
+            make(made, **required_by(made), **{key: True})
+        for known in ("betas", "alpha", "dampening"):
+            assert (known in str(raised.value)) == (known in made.algorithm.keywords)
 
 
-@pytest.mark.parametrize(
-    ("value", "rounding"),
-    [
-        ("auto", Rounding.DITHER),
-        (True, Rounding.DITHER),
-        ("dither", Rounding.DITHER),
-        ("hash", Rounding.HASH),
-        (False, Rounding.NEAREST),
-    ],
-)
-def test_settings_stochastic_rounding_values_are_known(value, rounding):
+@pytest.mark.parametrize("value", keywords.ROUNDINGS)
+def test_settings_stochastic_rounding_values_are_known(value):
+    rounding = {"hash": Rounding.HASH, False: Rounding.NEAREST}.get(value, Rounding.DITHER)
     assert make(stochastic_rounding=value).settings.rounding == rounding
-
-
-def lines_of_no_decay(caplog) -> list[str]:
-    return [line for line in caplog.messages if "weight_decay is not given" in line]
 
 
 def made(case):
@@ -182,27 +174,37 @@ SAID = {"not": 1, "in one group": 1, "in every group": 0, "zero": 0, "adam": 0, 
 def test_weight_decay_that_is_not_given_is_logged_once(case, count, caplog):
     tell_once.cache_clear()
     for _ in range(2):
-        assert made(case).param_groups[-1]["weight_decay"] == 0.0
-    lines = lines_of_no_decay(caplog)
+        group = made(case).param_groups[-1]
+        assert group["weight_decay"] == 0.0
+        assert group["decoupled_weight_decay"] is (not case.startswith("adam"))
+    lines = [line for line in caplog.messages if "weight_decay is not given" in line]
     assert len(lines) == count and all("torch's AdamW has 0.01" in line for line in lines)
 
 
-@pytest.mark.parametrize("key", keywords.WHOLE_OPTIMIZER_KEYS)
-def test_group_with_a_setting_of_the_whole_optimizer_is_refused(key):
-    with pytest.raises(ValueError, match=f"{key}: got it in a parameter group"):
-        Adam8bitBlockwise([{"params": [nn.Parameter(torch.zeros(2))], key: 64}])
+GROUPS = {
+    **{key: ({key: 64}, f"{key}: got it in a") for key in keywords.WHOLE_OPTIMIZER_KEYS},
+    **{key: ({key: "x"}, f"{key}: got ") for key in ("lr", "betas", "amsgrad", "maximize")},
+    "without params": ({"lr": 1, "params": None}, r"with \['lr'\], without 'params'; expected {"),
+    "without names": ({}, "with/without names"),
+}
 
 
-@pytest.mark.parametrize("add", [True, False])
-def test_group_without_params_raises_with_what_is_expected(add):
-    optimizer = make()
-    with pytest.raises(ValueError, match=r"group with \['lr'\], without 'params'; expected {"):
-        optimizer.add_param_group({"lr": 1}) if add else Adam8bitBlockwise([{"lr": 1}])
+@pytest.mark.parametrize(("settings", "message"), GROUPS.values(), ids=GROUPS)
+def test_group_that_is_refused_is_not_added(settings, message):
+    optimizer = Adam8bitBlockwise([("w", param(2))], fp32_params=["w"])
+    named = [param(3)] if not settings else [("b", param(3))]
+    group = {"params": named, **settings}
+    if group["params"] is None:
+        del group["params"]
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group(group)
     assert len(optimizer.param_groups) == 1
 
 
-def test_group_refused_for_lack_of_names_is_not_added():
-    optimizer = Adam8bitBlockwise([("w", nn.Parameter(torch.zeros(2)))], fp32_params=["w"])
-    with pytest.raises(ValueError):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-    assert len(optimizer.param_groups) == 1
+def test_every_algorithm_has_an_optimizer_that_torch_knows_and_the_defaults_of_adam():
+    assert [one.algorithm for one in OPTIMIZERS] == list(ALGORITHMS)
+    for one in OPTIMIZERS:
+        assert one.__name__ == one.algorithm.class_name
+        assert getattr(torch.optim, one.__name__) is getattr(zero8, one.__name__) is one
+    parameters = inspect.signature(Adam8bitBlockwise.__init__).parameters
+    assert {key: parameters[key].default for key in keywords.DEFAULTS} == keywords.DEFAULTS

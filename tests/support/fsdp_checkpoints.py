@@ -4,8 +4,7 @@
 from pathlib import Path
 
 import torch
-from fsdp_worker import LAYOUTS, OPTIONS, optimizer_of, results, run, sharded, start, whole
-from live_bytes import LiveBytes
+from fsdp_worker import LAYOUTS, OPTIONS, Weights, optimizer_of, results, run, sharded, start, whole
 from ranks import error_of
 from torch import nn
 from torch.distributed import checkpoint as dcp
@@ -14,8 +13,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
-from torch.distributed.fsdp import fully_shard
 
 from zero8 import Adam8bitBlockwise
 
@@ -189,23 +188,30 @@ def save_in_training(folder: Path) -> tuple[dict, dict, dict]:
     return expected, results(model, optimizer), results(other, resumed)
 
 
-def sizes(folder: Path) -> tuple[int, int, int]:
-    """Return the bytes of the optimizer's checkpoint, of AdamW's, and what ours took to be made.
-
-    The last on this rank, besides the states.
-    """
+def save_sharded(folder: Path) -> dict:
+    """Train under FSDP2, write a checkpoint and return `results`."""
     start()
-    nbytes = {}
-    for kind in ("8bit", "AdamW"):
-        model = fully_shard(nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)))
-        optimizer = adam_of(kind, model)
-        model(torch.ones(1, 1024)).sum().backward()
-        optimizer.step()
-        with LiveBytes() as counted:
-            optimizer.state_dict()
-        dcp.save(get_state_dict(model, optimizer)[1], checkpoint_id=folder / kind)
-        torch.distributed.barrier()
-        nbytes[kind] = sum(path.stat().st_size for path in (folder / kind).iterdir())
-        if kind == "8bit":
-            taken = counted.peak
-    return nbytes["8bit"], nbytes["AdamW"], taken
+    model = sharded(LAYOUTS["float32"])
+    optimizer = optimizer_of(model, LAYOUTS["float32"])
+    run(model, optimizer, 0, 3)
+    save(model, optimizer, "sharded", folder)
+    return results(model, optimizer)
+
+
+def load_plain(path: Path) -> dict:
+    """Load a checkpoint, a folder of DCP's or a file, in this process; return `results`."""
+    model = Weights()
+    optimizer = optimizer_of(model, LAYOUTS["float32"])
+    parts = get_state_dict(model, optimizer)
+    content = dict(zip(("model", "optimizer"), parts, strict=True))
+    if path.is_dir():
+        dcp.load(content, checkpoint_id=path)
+    else:
+        content = torch.load(path, weights_only=True)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=content["model"],
+        optim_state_dict=content["optimizer"],
+    )
+    return results(model, optimizer)

@@ -148,14 +148,34 @@ def results(model: nn.Module, optimizer) -> dict[str, dict]:
     return found
 
 
-def trained(layout: str, steps: int, in_backward: bool = False) -> dict[str, dict]:
-    """Return `results` after some steps under FSDP2."""
-    start()
-    model = sharded(LAYOUTS[layout])
-    optimizer = optimizer_of(model, LAYOUTS[layout])
-    if in_backward:
+def trained(layout: str, steps: int, way: str = "after the backward") -> dict[str, dict]:
+    """Return `results` after some steps, in one of these ways.
+
+    Alone: of one process on plain tensors.  In DDP, and under FSDP2 otherwise.  Accelerate 1.15
+    makes the optimizer before the model is sharded, puts stand-ins into the groups, then the
+    sharded parameters, and carries the states, of which there are none, to the device and back.
+    `model.to` exchanges DTensors, as it does no plain tensors.
+    """
+    of = LAYOUTS[layout]
+    model = Weights(torch.float32 if way == "moved" else of.dtype)
+    if way == "Accelerate":
+        optimizer = optimizer_of(model, of)
+        (group,) = optimizer.param_groups
+        group["params"] = [torch.empty(1) for _ in group["params"]]
+        group["params"] = list(sharded(of, model).parameters())
+        optimizer.load_state_dict(optimizer.state_dict())
+        run(model, optimizer, 0, steps)
+        return results(model, optimizer)
+    if way == "DDP":
+        start()
+    elif way != "alone":
+        model = sharded(of, model)
+    optimizer = optimizer_of(model, of)
+    if way == "moved":
+        model.to(of.dtype)
+    if way == "in the backward":
         optimizer.step_in_backward(model)
-    run(model, optimizer, 0, steps)
+    run(DistributedDataParallel(model) if way == "DDP" else model, optimizer, 0, steps)
     return results(model, optimizer)
 
 
@@ -202,45 +222,6 @@ def accumulated(layout: str, in_backward: bool) -> dict[str, dict]:
     return results(model, optimizer)
 
 
-def trained_by_accelerate(layout: str, steps: int) -> dict[str, dict]:
-    """Return `results` with an optimizer that is made before the model is sharded.
-
-    What Accelerate 1.15 does to it: it puts stand-ins into the groups, then the sharded parameters,
-    and carries the states, of which there are none, to the device and back.
-    """
-    start()
-    model = Weights(LAYOUTS[layout].dtype)
-    optimizer = optimizer_of(model, LAYOUTS[layout])
-    (group,) = optimizer.param_groups
-    group["params"] = [torch.empty(1) for _ in group["params"]]
-    group["params"] = list(sharded(LAYOUTS[layout], model).parameters())
-    optimizer.load_state_dict(optimizer.state_dict())
-    run(model, optimizer, 0, steps)
-    return results(model, optimizer)
-
-
-def trained_by_mover(layout: str, steps: int) -> dict[str, dict]:
-    """Return `results` where the model is moved after its optimizer has been made.
-
-    `model.to` exchanges DTensors, as it does no plain tensors.
-    """
-    start()
-    model = sharded(LAYOUTS[layout], Weights(torch.float32))
-    optimizer = optimizer_of(model, LAYOUTS[layout])
-    model.to(LAYOUTS[layout].dtype)
-    run(model, optimizer, 0, steps)
-    return results(model, optimizer)
-
-
-def trained_in_ddp(layout: str, steps: int) -> dict[str, dict]:
-    """Return `results` after some steps under DistributedDataParallel."""
-    start()
-    model = Weights(LAYOUTS[layout].dtype)
-    optimizer = optimizer_of(model, LAYOUTS[layout])
-    run(DistributedDataParallel(model), optimizer, 0, steps)
-    return results(model, optimizer)
-
-
 WRITES = {
     "zero_": lambda p: p.zero_(),
     "neg_": lambda p: p.neg_(),
@@ -272,14 +253,6 @@ def written(write: str) -> list[dict[str, dict]]:
         run(model, optimizer, 3, 4)
         found.append(results(model, optimizer))
     return found
-
-
-def trained_alone(layout: str, steps: int) -> dict[str, dict]:
-    """Return `results` after some steps of one process on plain tensors."""
-    model = Weights(LAYOUTS[layout].dtype)
-    optimizer = optimizer_of(model, LAYOUTS[layout])
-    run(model, optimizer, 0, steps)
-    return results(model, optimizer)
 
 
 def rows_of_cut_groups(name: str, *world_sizes: int, block_size: int = 256) -> list[int]:

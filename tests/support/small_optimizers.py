@@ -6,7 +6,23 @@ import io
 import torch
 from torch import nn
 
+import zero8
+
 FP32 = torch.float32
+LR, BETAS, DECAY = 1e-2, (0.9, 0.99), 0.1
+OPTIONS = {
+    zero8.Adam8bitBlockwise: {"lr": LR, "betas": BETAS, "eps": 1e-6, "weight_decay": DECAY},
+    zero8.Lion8bitBlockwise: {"lr": LR, "betas": BETAS, "weight_decay": DECAY},
+    zero8.SGD8bitBlockwise: {"lr": LR, "momentum": 0.9, "weight_decay": DECAY, "nesterov": True},
+    zero8.AdEMAMix8bitBlockwise: {
+        "lr": LR,
+        "weight_decay": DECAY,
+        "alpha": 2.0,
+        "t_alpha": 4,
+        "t_beta3": 8,
+    },
+}
+"""Keywords of each optimizer that steps element by element."""
 
 
 def param(*shape: int, seed: int = 0, dtype: torch.dtype = FP32) -> nn.Parameter:
