@@ -38,7 +38,7 @@ INSTALL_MISSING = missing=$$({ $(MISSING); } | xargs); \
 
 .PHONY: help setup train bench fidelity maps gpu-check gpu-train test test-slow test-nightly \
   test-multinode \
-  test-integrations test-full test-sanitizers arm-check fuzz fuzz-kernel soak lint docs wheel
+  test-integrations test-full test-sanitizers arm-check fuzz fuzz-kernel soak lint docs wheel wheel-aarch64
 .NOTPARALLEL:
 
 help:
@@ -188,16 +188,20 @@ docs: .venv/.docs
 # The binary of aarch64 is Debian's cross compiler's, g++-aarch64-linux-gnu.  In an environment of its
 # own a build would get CMake for aarch64, too.  auditwheel names the oldest glibc that a wheel runs
 # with.
-BUILD_WHEEL := $(RUN) -m build --no-isolation --outdir build/wheels
-AARCH64 := CXX=aarch64-linux-gnu-g++ _PYTHON_HOST_PLATFORM=linux-aarch64 \
-  CMAKE_ARGS="-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64"
+WHEELS := build/wheels
+BUILD_WHEEL = $(RUN) -m build --no-isolation --outdir $(WHEELS)
 wheel: .venv/.wheel
-	rm -rf build/wheels dist
+	rm -rf $(WHEELS) dist
 	$(BUILD_WHEEL) --sdist
 	$(BUILD_WHEEL) --wheel
-	$(AARCH64) $(BUILD_WHEEL) --wheel
-	$(RUN) -m auditwheel repair --wheel-dir dist build/wheels/*.whl
-	mv build/wheels/*.tar.gz dist
+	$(MAKE) wheel-aarch64
+	$(RUN) -m auditwheel repair --wheel-dir dist $(WHEELS)/*.whl
+	mv $(WHEELS)/*.tar.gz dist
+
+# Of a Python with the tools of .venv/.wheel.
+wheel-aarch64:
+	CXX=aarch64-linux-gnu-g++ _PYTHON_HOST_PLATFORM=linux-aarch64 \
+	  CMAKE_ARGS="-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64" $(BUILD_WHEEL) --wheel
 
 # Where it is set, every process would compile torch and DeepSpeed to bytecode anew.
 export PYTHONDONTWRITEBYTECODE :=

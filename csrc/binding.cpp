@@ -245,8 +245,11 @@ PyObject* isas(PyObject* const*) {
   PyObject* const found = PyDict_New();
   for (int isa = 0; found && isa < zero8::kNumIsas; ++isa) {
     PyObject* const number = PyLong_FromLong(zero8::kIsas[isa].is_supported() ? isa : -1);
-    if (number) PyDict_SetItemString(found, zero8::kIsas[isa].name, number);
+    const bool is_set = number && PyDict_SetItemString(found, zero8::kIsas[isa].name, number) == 0;
     Py_XDECREF(number);
+    if (is_set) continue;
+    Py_DECREF(found);
+    return nullptr;
   }
   return found;
 }

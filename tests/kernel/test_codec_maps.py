@@ -4,7 +4,6 @@
 import ctypes
 
 import kernel_steps
-import numpy as np
 import pytest
 import torch
 from segments import Place, assert_same, copied, make, moment_of, scalars_at
@@ -89,42 +88,3 @@ def count_wrong(tmp_path_factory):
 def test_dynamic_codes_of_all_floats_are_those_of_the_nearest_entries(count_wrong):
     """From 0 to a little above 1, and negative ones: 3 * 2^30 floats."""
     assert count_wrong(codec_maps(), 0, 0x3F800040) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("field", "error"), [("slope", 1e-4), ("offset", 1e-4), ("joint", 1e-3)])
-@pytest.mark.parametrize("which", ["of_signed", "of_unsigned"])
-def test_dynamic_codes_by_wrong_tables_are_found(count_wrong, which, field, error):
-    """Guards the test above."""
-    maps = codec_maps().copy()
-    assert count_wrong(maps, 0x3D000000, 0x3F800040) == 0
-    table = maps[which][field]
-    table += (np.ceil(table * error)).astype(table.dtype)
-    assert count_wrong(maps, 0x3D000000, 0x3F800040) > 0
-
-
-def test_dynamic_codes_decode_to_their_levels():
-    """All 256 codes at all places of a chunk: a step that forgets nothing leaves them as they were.
-
-    Both betas are the float32 below 1, which moves no value out of its code.
-    """
-    place = Place((64, 257), 512, 0, 64 * 257)
-    keep = {"lr": 0.0, "betas": (1.0 - 2**-24, 1.0 - 2**-24), "eps": 1e-8, "weight_decay": 0.0}
-    segment = make("dynamic", place, scalars_at(1, keep))
-    codes = torch.arange(place.numel, dtype=torch.int64).mul(7) % 256
-    for moment, code in zip(segment.moments, (MAPS.of_signed, MAPS.of_unsigned), strict=True):
-        kept = codes.clone()
-        kept.view(64, 257)[:, 5] = 255  # the entry 1.0, for which the scale stands
-        if not code.signed:
-            kept.clamp_(min=1)
-        moment.values.copy_(kept)
-        moment.scales.fill_(1.0)
-    for isa in kernel.isas():
-        after = copied(segment)
-        kernel_steps.step([after], isa=isa)
-        assert torch.equal(
-            moment_of(after, "exp_avg").values, moment_of(segment, "exp_avg").values
-        ), isa
-        assert torch.equal(
-            moment_of(after, "exp_avg_sq").values, moment_of(segment, "exp_avg_sq").values
-        ), isa

@@ -4,7 +4,7 @@
 import kernel_steps
 import pytest
 import torch
-from segments import CODEC_NAMES, Place, assert_same, copied, gradient, make, scalars_at
+from segments import Place, assert_same, copied, gradient, make, scalars_at
 
 from zero8.op import kernel
 from zero8.spec import reference
@@ -52,19 +52,6 @@ def multiply(segment, factor):
     """Multiply the gradients in the wider dtype of them and the parameter."""
     wider = torch.promote_types(segment.grad.dtype, segment.param.dtype)
     segment.grad = segment.grad.to(wider).mul_(factor)
-
-
-@pytest.mark.parametrize("codec", CODEC_NAMES, ids=str)
-@pytest.mark.parametrize("factor", FACTORS)
-@pytest.mark.parametrize(
-    "dtypes", [(FP32, FP32), (FP32, BF16), (FP32, FP16), (BF16, BF16), (BF16, FP32)], ids=str
-)
-def test_kernel_grad_factor_equals_gradients_multiplied_by_torch(codec, dtypes, factor):
-    for place in PLACES:
-        one, other = pair(codec, place, dtypes, factor, ADAM)
-        for grad in (one.grad, other.grad):
-            grad.copy_(gradient(0, place.numel, seed=3, dtype=dtypes[1]))
-        assert_steps_alike(one, other, factor)
 
 
 @pytest.mark.parametrize("factor", FACTORS)

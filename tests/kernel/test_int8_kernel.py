@@ -17,8 +17,7 @@ from segments import (
 )
 from test_kernel import assert_follows_reference
 
-from zero8.op import kernel
-from zero8.spec import int8_rows, reference
+from zero8.spec import reference
 from zero8.spec.segment import Rounding, Segment
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -104,64 +103,3 @@ def test_kernel_step_of_int8_weights_any_scales_equal_reference(dtype, rounding)
     segment.param[::7] = -128
     assert_follows_reference([segment], HYPER, count=2)
     assert (segment.row_scales[:8].isfinite()).all() and not segment.row_scales[8:].isfinite().any()
-
-
-@pytest.mark.parametrize("isa", kernel.isas())
-def test_kernel_step_of_int8_weights_that_changes_nothing_keeps_all_codes(isa):
-    """All codes under scales of all kinds of significands; the largest of a row is 126 or 127."""
-    codes = torch.cat([torch.arange(-127, 128), torch.tensor([0], device="cpu")])
-    significands = torch.arange(2**15, 2**16, 97) / 2**15
-    rows = len(significands)
-    place = Place((rows, 256), 256, 0, rows * 256)
-    for rounding in Rounding:
-        for limit in (126, 127):
-            segment = segment_at(place, dtypes=(FP32, FP32, rounding))
-            segment.param.copy_(codes.clamp(-limit, limit).repeat(rows))
-            segment.row_scales.copy_(significands * 2.0**-9)
-            segment.grad.zero_()
-            segment.scalars = scalars_at(1, HYPER | {"weight_decay": 0.0})
-            before = copied(segment)
-            kernel_steps.step([segment], isa=isa)
-            assert torch.equal(segment.param, before.param)
-            assert torch.equal(segment.row_scales, before.row_scales)
-
-
-@pytest.mark.parametrize("isa", kernel.isas())
-def test_kernel_step_of_int8_weights_means_are_those_of_the_equation(isa):
-    """Over 2^12 phases, whose thresholds of an element are 16 apart, the mean is x within 1/4096.
-
-    Codes are floor(x + t), so a mean over 4096 values of t at equal distances errs by at most one
-    of these, plus 2^-16 of the thresholds and 2^-17 of the sum.
-    """
-    place = Place((1, 64), 64, 0, 64)
-    segment = segment_at(place)
-    segment.param.copy_(torch.arange(-32, 32) * 4 - 1)
-    segment.param[0] = 127
-    start = copied(segment)
-    # A step of the sign of the gradient: of a third of a code.
-    segment.grad.fill_(1.0)
-    segment.grad[0] = 0.0
-    step = segment.row_scales.item() / 3
-    total = torch.zeros(64)
-    for number in range(2**12):
-        one = copied(segment)
-        one.scalars = scalars_at(1, {**HYPER, "lr": step, "eps": 0.0, "weight_decay": 0.0})
-        set_phases(one, 0, number << 20)
-        kernel_steps.step([one], isa=isa)
-        assert torch.equal(one.row_scales, start.row_scales)
-        total += one.param
-    moved = total / 2**12 - start.param
-    assert (moved[1:] + 1 / 3).abs().max() <= 2.0**-12 + 2.0**-15 and moved[0] == 0
-
-
-def test_kernel_step_of_int8_weights_refuses_other_scales():
-    segment = segment_at(PLACES[0])
-    for scales, message in (
-        (segment.row_scales.half(), "row_scales: got dtype torch.float16"),
-        (torch.ones(10)[::2], r"row_scales: got strides \(2,\)"),
-    ):
-        bad = copied(segment)
-        bad.row_scales = scales
-        with pytest.raises(ValueError, match=message):
-            kernel_steps.step([bad])
-    assert set(int8_rows.SCALE_DTYPES) == {FP32, BF16}

@@ -44,6 +44,12 @@ PLACES = [
     Place((3, 300), 256, 50, 0),
     Place((2**21, 4096), 256, 5_000_000_000 - 700, 1000),
     Place((2**20, 4100), 4096, 2**32 - 9, 40, offset=1),
+    # Narrow rows, which share blocks: whole parameters, and parts of others.
+    Place((41, 63), 256, 0, 41 * 63, offset=3),
+    Place((40, 1, 3, 3), 64, 0, 360),
+    Place((100, 40), 64, 7, 81),
+    Place((900, 5), 4096, 4090, 12, offset=2),
+    Place((2**31, 3), 256, 5_000_000_000 - 700, 1000),
 ]
 
 

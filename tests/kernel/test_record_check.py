@@ -7,7 +7,7 @@ import kernel_steps
 import numpy as np
 import pytest
 import torch
-from segments import Place, assert_same, copied, make, moment_of, scalars_at
+from segments import Place, assert_same, copied, make, scalars_at
 
 from zero8.op import kernel
 from zero8.op.cuda import Launch
@@ -179,28 +179,3 @@ def test_records_that_do_not_lie_in_a_row_are_refused(name):
     given[name] = np.repeat(given[name], 2)[::2]
     with pytest.raises(ValueError, match="records"):
         step_on_the_cpu(*given.values())
-
-
-@pytest.mark.parametrize("block_size", [0, 63, 8192, 2**31, 2**62])
-def test_segment_with_a_grid_that_no_kernel_serves_is_refused(block_size):
-    made = segment()
-    made.grid = type(made.grid)(made.grid.num_rows, made.grid.row_length, block_size)
-    with pytest.raises(ValueError, match=f"block_size: got {block_size}"):
-        kernel_steps.step([made])
-
-
-@pytest.mark.parametrize("name", ["param", "grad", "exp_avg", "exp_avg_scale"])
-def test_segment_with_less_memory_than_elements_is_refused(name):
-    """A storage can shrink under a tensor, which goes on saying how many elements it had."""
-    made = segment()
-    tensor = {
-        "param": made.param,
-        "grad": made.grad,
-        "exp_avg": moment_of(made, "exp_avg").values,
-        "exp_avg_scale": moment_of(made, "exp_avg").scales,
-    }[name]
-    numel = tensor.numel()
-    tensor.untyped_storage().resize_(3)
-    assert tensor.numel() == numel
-    with pytest.raises(ValueError, match=f"^{name}: got a storage of 3 bytes, expected at least"):
-        kernel_steps.step([made])

@@ -91,41 +91,18 @@ def test_described_of_nothing_is_empty():
     assert len(described([])) == 0
 
 
-def moved_state(objects):
-    objects[2] = objects[2].clone()
+CHANGES = {
+    "moved state": lambda of: of.__setitem__(2, of[2].clone()),
+    "another description": lambda of: of[3].add_(1),
+    "one more": lambda of: of.append(torch.ones(1)),
+    "another dtype": lambda of: setattr(of[0], "data", of[0].data.double()),
+    "another size": lambda of: setattr(of[0], "data", of[0].data[:2]),
+    "another order": lambda of: setattr(of[1], "data", of[1].data.t().contiguous().t()),
+    "no memory": lambda of: of[1].untyped_storage().resize_(0),
+}
 
 
-def changed_description(objects):
-    objects[3][5] += 1
-
-
-def grown(objects):
-    objects.append(torch.ones(1))
-
-
-def another_dtype(objects):
-    objects[0].data = objects[0].data.double()
-
-
-def another_size(objects):
-    objects[0].data = objects[0].data[:2]
-
-
-def another_order(objects):
-    objects[1].data = objects[1].data.t().contiguous().t()
-
-
-def without_memory(objects):
-    objects[1].untyped_storage().resize_(0)
-
-
-CHANGES = [
-    moved_state, changed_description, grown, another_dtype, another_size, another_order,
-    without_memory,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_addresses_of_objects_that_have_changed_are_none(change):
     objects = [torch.ones(3, 2), torch.ones(4, 5), torch.ones(6), torch.arange(8), 17]
     before = described(objects)

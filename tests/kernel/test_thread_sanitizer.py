@@ -29,13 +29,13 @@ pytestmark = pytest.mark.slow
 def objects(tmp_path_factory):
     """The driver, its OpenMP, and the kernels."""
     sources = [CSRC / f"{name}.cpp" for name in ("dispatch", *(f"step_{t}" for t in OURS))]
-    sources += [SUPPORT / f"{name}.cpp" for name in ("csrc_threads", "gomp_of_threads")]
+    sources += [SUPPORT / f"{name}.cpp" for name in ("csrc_driver", "gomp_of_threads")]
     return compile_all(sources, FLAGS, tmp_path_factory.mktemp("objects"))
 
 
 def link(objects, folder):
     """Link without libgomp; return the program."""
-    program = folder / "csrc_threads"
+    program = folder / "csrc_driver"
     output_of([*COMPILER, SANITIZER, "-pthread", *objects, "-o", program])
     return program
 

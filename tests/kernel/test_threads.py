@@ -33,26 +33,21 @@ def host(monkeypatch):
     return set_up
 
 
-def test_step_threads_of_a_lone_process_are_torchs(host):
-    host()
-    assert threads.step_threads() == 12
+THREADS = {
+    "a lone process": (16, {}, 12),
+    "no rank": (16, {"LOCAL_WORLD_SIZE": "0"}, 12),
+    "two ranks": (16, {"LOCAL_WORLD_SIZE": "2"}, 8),
+    "five ranks of DeepSpeed's launcher": (16, {"LOCAL_SIZE": "5"}, 3),
+    "more ranks than processors": (16, {"LOCAL_WORLD_SIZE": "40"}, 1),
+    "OMP_NUM_THREADS": (16, {"OMP_NUM_THREADS": "12", "LOCAL_WORLD_SIZE": "4"}, 12),
+    "a bound rank": (12, {"LOCAL_WORLD_SIZE": "4"}, 12),
+}
 
 
-@pytest.mark.parametrize("variable", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"])
-@pytest.mark.parametrize(("ranks", "share"), [(0, 12), (1, 12), (2, 8), (5, 3), (16, 1), (40, 1)])
-def test_step_threads_of_several_ranks_share_the_processors(host, variable, ranks, share):
-    host(**{variable: str(ranks)})
-    assert threads.step_threads() == share
-
-
-def test_step_threads_with_omp_num_threads_are_torchs(host):
-    host(OMP_NUM_THREADS="12", LOCAL_WORLD_SIZE="4")
-    assert threads.step_threads() == 12
-
-
-def test_step_threads_of_a_bound_rank_are_torchs(host):
-    host(available=12, LOCAL_WORLD_SIZE="4")
-    assert threads.step_threads() == 12
+@pytest.mark.parametrize(("available", "env", "expected"), THREADS.values(), ids=THREADS)
+def test_step_threads_are_torchs_or_a_ranks_share(host, available, env, expected):
+    host(available, **env)
+    assert threads.step_threads() == expected
 
 
 @pytest.mark.parametrize("variable", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"])
@@ -63,16 +58,6 @@ def test_step_threads_with_a_number_of_ranks_that_is_none_raises(host, variable,
         ValueError, match=f"{variable}: got '{value}', expected the number of ranks"
     ):
         threads.step_threads()
-
-
-def test_step_with_a_number_of_ranks_that_is_none_changes_nothing(host):
-    host(LOCAL_WORLD_SIZE="abc")
-    p = torch.nn.Parameter(torch.ones(64, 64))
-    optimizer = zero8.Adam8bitBlockwise([p])
-    p.grad = torch.ones_like(p)
-    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE"):
-        optimizer.step()
-    assert (p == 1).all() and not optimizer.state
 
 
 def test_steps_of_one_optimizer_in_two_threads_all_count():

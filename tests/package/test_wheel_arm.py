@@ -13,7 +13,7 @@ import numpy as np
 import processes
 import pytest
 import torch
-from needs import AARCH64_COMPILER, need_aarch64
+from needs import need_aarch64
 from places import ROOT, SUPPORT
 from segments import Place, assert_same, copied, factors, integers, make, scalars_at
 
@@ -28,14 +28,10 @@ def binary(tmp_path_factory):
     """The kernel of the wheel, made as `make wheel` does."""
     need_aarch64()
     folder = tmp_path_factory.mktemp("wheel")
-    env = {
-        "CXX": AARCH64_COMPILER,
-        "_PYTHON_HOST_PLATFORM": "linux-aarch64",
-        "CMAKE_ARGS": "-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64",
-        "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]),
-    }
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(folder), ROOT]
-    done = processes.run([str(word) for word in command], seconds=500, **env)
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+    variables = f"VENV_PYTHON={sys.executable}", f"WHEELS={folder}"
+    command = ["make", "-C", str(ROOT), "wheel-aarch64", *variables]
+    done = processes.run(command, seconds=500, PATH=path)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = folder.glob("*-cp311-abi3-linux_aarch64.whl")
     return zipfile.ZipFile(wheel).extract("zero8/op/zero8_kernel.abi3.so", folder)

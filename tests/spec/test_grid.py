@@ -63,21 +63,6 @@ def test_grid_of_shape_without_rows_of_any_length_is_none(shape):
     assert BlockGrid.of(shape, 256) is None
 
 
-@given(st.lists(st.integers(1, 90), min_size=2, max_size=5))
-def test_grid_of_any_shape_follows_the_rule(shape):
-    """k >= 1 leading dimensions, the largest k whose row has at least 64 elements; or groups."""
-    kept = [k for k in range(1, len(shape)) if math.prod(shape[k:]) >= 64]
-    grid = BlockGrid.of(tuple(shape), 64)
-    if not kept:
-        group = 64 // math.prod(shape[1:]) * math.prod(shape[1:])
-        assert (grid.num_rows, grid.row_length) == (-(-math.prod(shape) // group), group)
-        assert grid.scale_shape(tuple(shape)) == (grid.num_rows, 1)
-        return
-    k = max(kept)
-    assert (grid.num_rows, grid.row_length) == (math.prod(shape[:k]), math.prod(shape[k:]))
-    assert grid.scale_shape(tuple(shape)) == (*shape[:k], math.ceil(grid.row_length / 64))
-
-
 @given(st.data())
 def test_grid_blocks_of_a_range_match_a_loop_over_elements(data):
     num_rows = data.draw(st.integers(1, 4))
@@ -123,21 +108,6 @@ def test_grid_blocks_of_narrow_rows_match_a_loop_over_rows(data):
     numbers, count = grid.block_numbers(first, numel)
     assert numbers.tolist() == [block - expected[0] for block in expected]
     assert count == grid.num_blocks_touched(first, numel) == expected[-1] - expected[0] + 1
-
-
-def test_grid_element_beyond_32_bits_has_its_block():
-    # 5e9 = 1220703 * 4096 + 512, and 16 blocks of 256 per row.
-    grid = BlockGrid.of((2**21, 4096), 256)
-    assert grid.block_of(5_000_000_000) == 1_220_703 * 16 + 2
-    assert grid.block_numbers(5_000_000_000 - 1, 2)[0].tolist() == [0, 1]
-    assert grid.num_blocks == 2**25
-
-
-def test_grid_element_of_a_narrow_row_beyond_32_bits_has_its_block():
-    # 36 rows of 7 to a block of 252 elements; 5e9 = 19841269 * 252 + 212.
-    grid = BlockGrid.of((2**30, 7), 256)
-    assert grid.block_of(5_000_000_000) == 19_841_269
-    assert grid.block_numbers(5_000_000_000 + 39, 2)[0].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -33,11 +33,6 @@ def test_linear4_levels_of_v_are_sixteenths_without_zero():
     assert not has_zero(UNSIGNED)
 
 
-@pytest.mark.parametrize(("code", "gap"), [(SIGNED, 0.225), (UNSIGNED, 0.0625)], ids=CODES)
-def test_linear4_gaps_are_as_documented(code, gap):
-    assert float(code.entries.diff().max()) == pytest.approx(gap, rel=1e-6)
-
-
 @every_code
 def test_linear4_levels_of_the_smallest_scale_are_normal_numbers(code):
     levels = code.levels[code.levels != 0].abs()

@@ -39,19 +39,6 @@ def test_orthogonalized_takes_coefficients_and_the_least_norm():
     assert np.linalg.norm(got.numpy() - expected) <= bound < np.linalg.norm(expected) / 20
 
 
-def test_newton_schulz_moves_singular_values_near_one():
-    """For all from 0.003 to 1, which have never more than 5e-7 to the next of a million points.
-
-    f has its largest value below 1.21 at the root 0.5529 of f', 1.2024, so it never leaves that
-    range, where |f'| < 4: five applications of f add at most 4^5 * 5e-7 < 0.001 between points.
-    """
-    a, b, c = COEFFICIENTS
-    s = np.linspace(0.003, 1.0, 1_000_001)
-    for _ in range(5):
-        s = a * s + b * s**3 + c * s**5
-    assert 0.68 + 0.001 < s.min() and s.max() < 1.2025
-
-
 @pytest.mark.parametrize("shape", [(1, 24, 64), (1, 64, 24), (1, 40, 40)], ids=str)
 def test_orthogonalized_in_bfloat16_is_as_near_as_torchs(shape):
     """Both round the same numbers as often, to the same precision; torch the norm besides.

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from zero8.op import cuda, cuda_compile, devices
+from zero8.op import cuda, cuda_compile
 from zero8.op.kernel import CpuKernel
 from zero8.optimizer import plan, stepper
 
@@ -52,7 +52,7 @@ class FakeCuda:
     def __exit__(self, *_) -> None:
         cuda.cuda_kernel.cache_clear()
 
-    def _kernel_on(self, device: torch.device) -> devices.Kernel:
+    def _kernel_on(self, device: torch.device) -> cuda.Kernel:
         return cuda.cuda_kernel(device) if self.is_on else CpuKernel()
 
     def _machine_code(self, architecture: int, backend: str) -> bytes:

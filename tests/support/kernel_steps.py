@@ -4,16 +4,18 @@
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from zero8.op import kernel
 from zero8.op.codec_maps import codec_maps
 from zero8.op.cuda import cuda_kernel
-from zero8.op.structs import DTYPE_NUMBERS
+from zero8.op.structs import DTYPE_NUMBERS, SEGMENT
 from zero8.op.threads import alive
 from zero8.spec.segment import Segment
 
-CPU = torch.device("cpu")
+# The attributes of segments that records have as they are.
+WRITTEN = (
+    "param grad algorithm moments codec grid first rounding correction weight_sums row_scales"
+).split()
 
 
 def step(
@@ -26,13 +28,12 @@ def step(
     return counts
 
 
-def packed(
-    segments: Sequence[Segment], device: torch.device = CPU
-) -> tuple[np.ndarray, np.ndarray]:
+def packed(segments: Sequence[Segment]) -> tuple[np.ndarray, np.ndarray]:
     """Return the kernel's structs for segments of one algorithm, and for their scalars."""
-    records = kernel.records_of(segments, device)
+    records = np.zeros(len(segments), SEGMENT)
     distinct = {scalars: n for n, scalars in enumerate({one.scalars: 0 for one in segments})}
     for record, segment in zip(records, segments, strict=True):
+        kernel.write_record(record, **{name: getattr(segment, name) for name in WRITTEN})
         record["scalars"] = distinct[segment.scalars]
         phases = [moment.phase for moment in segment.moments]
         record["moments"]["phase"][: len(phases)] = phases
@@ -57,4 +58,4 @@ def run(
 def step_on_gpu(segments: Sequence[Segment], backend: str | None = None) -> kernel.BlockCounts:
     """Take one step on every segment, all on one GPU, in one launch on the current stream."""
     device = segments[0].param.device
-    return cuda_kernel(device, backend).step(*packed(segments, device))
+    return cuda_kernel(device, backend).step(*packed(segments))

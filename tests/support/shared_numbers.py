@@ -19,36 +19,33 @@ from zero8.spec.linear4 import Linear4Code
 from zero8.spec.log import LogCode, Octaves, SignedLogCode
 from zero8.spec.segment import Rounding
 
-# The attributes of codes in zero8/spec, by class, and their names in csrc.
-_CODES = {
-    Octaves: {
-        "shift": "kShift",
-        "top": "kTop",
-        "min_scale": "kMinScale",
-        "least_settling": "kLeastSettling",
-    },
-    SignedLogCode: {
-        "bits": "kBits",
-        "zero_code": "kZeroCode",
-        "MIN_SCALE": "kMinScale",
-        "SAMPLE": "kSample",
-        "SAMPLE_OF": "kSampleOf",
-    },
-    LogCode: {
-        "bits": "kBits",
-        "zero_code": "kZeroCode",
-        "top": "kTop",
-        "part_bits": "kPartBits",
-        "middle": "kMiddle",
-        "MIN_SPAN": "kMinSpan",
-        "MAX_SPAN": "kMaxSpan",
-        "NORMAL_BITS": "kNormalBits",
-        "LOWEST_BITS": "kLowestBits",
-    },
-    DynamicCode: {"bits": "kBits", "zero_code": "kZeroCode", "min_scale": "kMinScale"},
-    Linear4Code: {"bits": "kBits", "zero_code": "kZeroCode", "min_scale": "kMinScale"},
-    Fp8Code: {"bits": "kBits", "zero_code": "kZeroCode", "TOP": "kTop", "min_scale": "kMinScale"},
+# The constants of modules, and the attributes of codes by class; `_in_cpp` has their names there.
+_CONSTANTS = {
+    structs: "WITHOUT_MEMORY MAX_HASHED MAX_MOMENTS",
+    grid: "MIN_BLOCK_SIZE MAX_BLOCK_SIZE",
+    levels: "SATURATION",
+    log: "ONE_BITS",
+    codec_maps: "PIECE_FACTOR PIECE_SHIFT",
+    dither: "ELEMENT_STEP IN_BLOCK_STEP GOLDEN_STEP RUN_STEPS",
 }
+_CODES = {
+    Octaves: "shift top min_scale least_settling",
+    SignedLogCode: "bits zero_code MIN_SCALE SAMPLE SAMPLE_OF",
+    LogCode: "bits zero_code top part_bits middle MIN_SPAN MAX_SPAN NORMAL_BITS LOWEST_BITS",
+    DynamicCode: "bits zero_code min_scale",
+    Linear4Code: "bits zero_code min_scale",
+    Fp8Code: "bits zero_code TOP min_scale",
+}
+_DTYPES = {
+    "FP32": torch.float32,
+    "BF16": torch.bfloat16,
+    "FP16": torch.float16,
+    "INT8": torch.int8,
+}
+
+
+def _in_cpp(name: str) -> str:
+    return "k" + "".join(part.capitalize() for part in name.split("_"))
 
 
 def scalars_dtype(algorithm: Algorithm) -> np.dtype:
@@ -104,33 +101,19 @@ def op_source() -> str:
 
 def shared_numbers() -> dict[str, float]:
     """Return Python's numbers, by their names in C++."""
-    numbers = {
+    numbers: dict[str, float] = {
         "kFloat32": structs.FLOAT32_MOMENTS,
-        **{f"k{one.name.capitalize()}": one.number for one in CODECS.values()},
-        **{f"k{one.name.capitalize()}": one.value for one in Rounding},
-        "kFP32": structs.DTYPE_NUMBERS[torch.float32],
-        "kBF16": structs.DTYPE_NUMBERS[torch.bfloat16],
-        "kFP16": structs.DTYPE_NUMBERS[torch.float16],
-        "kINT8": structs.DTYPE_NUMBERS[torch.int8],
-        "kWithoutMemory": structs.WITHOUT_MEMORY,
-        "kMinBlockSize": grid.MIN_BLOCK_SIZE,
-        "kMaxBlockSize": grid.MAX_BLOCK_SIZE,
         "kGradientLimitBits": int(np.float32(reference.GRADIENT_LIMIT).view(np.uint32)),
-        "kSaturation": levels.SATURATION,
-        "kOneBits": log.ONE_BITS,
-        "kMaxHashed": structs.MAX_HASHED,
-        "kMaxMoments": structs.MAX_MOMENTS,
         "kNumAlgorithms": len(_WITH_KERNELS) + 1,
         "sizeof(StepScalars)": structs.SCALARS.itemsize,
-        "kPieceFactor": codec_maps.PIECE_FACTOR,
-        "kPieceShift": codec_maps.PIECE_SHIFT,
-        "kElementStep": dither.ELEMENT_STEP,
-        "kInBlockStep": dither.IN_BLOCK_STEP,
-        "kGoldenStep": dither.GOLDEN_STEP,
-        "kRunSteps": dither.RUN_STEPS,
         "kHashFactor1": dither.HASH_FACTORS[0],
         "kHashFactor2": dither.HASH_FACTORS[1],
+        **{_in_cpp(one.name): one.number for one in CODECS.values()},
+        **{_in_cpp(one.name): one.value for one in Rounding},
+        **{f"k{name}": structs.DTYPE_NUMBERS[dtype] for name, dtype in _DTYPES.items()},
     }
+    for module, names in _CONSTANTS.items():
+        numbers |= {_in_cpp(name): getattr(module, name) for name in names.split()}
     for one in CODECS.values():
         for sign, kind in (("of_signed", "true, false"), ("of_unsigned", "false, true")):
             code, name = getattr(one, sign), one.name.capitalize()
@@ -166,7 +149,8 @@ def _fields(layout: np.dtype) -> Mapping[str, tuple[Any, ...]]:
 
 
 def _numbers_of_code(name: str, code: MomentCode | Octaves) -> dict[str, float]:
-    numbers = {f"{name}::{cpp}": getattr(code, attr) for attr, cpp in _CODES[type(code)].items()}
+    names = _CODES[type(code)].split()
+    numbers = {f"{name}::{_in_cpp(one)}": getattr(code, one) for one in names}
     if isinstance(code, SignedLogCode):
         numbers[f"{name}::kJoint"] = float(code.narrow.levels[code.joint])
         numbers |= _numbers_of_code(f"{name}::Narrow", code.narrow)

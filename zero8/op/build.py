@@ -2,11 +2,10 @@
 """Loads the CPU kernel: the binary of a wheel, or else one that is compiled here once.
 
 A checkout has no binary, and ZERO8_BUILD=1 asks for a build where there is one.  A build has a
-folder of its own in the cache, whose name holds a digest of all that it depends on except the
-compiler.  The folder appears when the build is complete and never changes afterwards.  So loading
-needs neither compiler nor lock: the cache may be read-only, shared between machines, or copied into
-an image.  And a process that is killed while it compiles leaves no lock for which others would wait
-forever, as builds by torch.utils.cpp_extension do.
+folder of its own, named by a digest of all that it depends on except the compiler, which appears
+when the build is complete and never changes.  So loading needs neither compiler nor lock: the cache
+may be read-only, shared or copied.  Nor does a process that is killed while it compiles leave a
+lock behind, as builds by torch.utils.cpp_extension do.
 """
 
 import ctypes
@@ -20,7 +19,6 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,9 +29,6 @@ from zero8.environment import flock
 
 NAME = "zero8_kernel"
 
-PATIENCE_S = 10.0
-"""Seconds that a process waits for another one's build before it logs whose it is."""
-_POLL_S = 0.1
 _ANOTHER_PLACE = "TORCH_EXTENSIONS_DIR chooses another place"
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -44,18 +39,13 @@ logger = logging.getLogger("zero8")
 
 
 def source_folder() -> Path:
-    """Return the folder of the C++ sources: beside the package, or inside it in a wheel."""
-    for folder in (_PACKAGE / "csrc", _PACKAGE.parent / "csrc"):
-        if (folder / "binding.cpp").is_file():
-            return folder
-    raise FileNotFoundError(
-        f"the C++ sources of zero8 are neither in {_PACKAGE / 'csrc'} nor in "
-        f"{_PACKAGE.parent / 'csrc'}; reinstall zero8"
-    )
+    """Return the folder of the C++ sources: inside the package in a wheel, else beside it."""
+    inside = _PACKAGE / "csrc"
+    return inside if inside.is_dir() else _PACKAGE.parent / "csrc"
 
 
 def sources() -> list[Path]:
-    """Return the C++ files; those for other processors are empty once preprocessed."""
+    """Return the C++ files, those for other processors too."""
     return sorted(source_folder().glob("*.cpp"))
 
 
@@ -120,28 +110,23 @@ def _cxx() -> list[str]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a build; a process that waits for long logs the holder.
+    """Hold the lock of a build; a process that waits logs the holder.
 
     Raises RuntimeError where a file cannot be written, the lock's or one within the block.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with flock.opened(path) as file:
-            deadline = time.monotonic() + PATIENCE_S
-            while not flock.take(file):
-                if time.monotonic() > deadline:
-                    logger.warning(
-                        "zero8: has waited %.0f s for %s, which has locked %s to build. This "
-                        "process goes on when that one ends, even if it is killed. If it is gone "
-                        "already (the server of a network file system can keep the lock of a dead "
-                        "host), remove that file and start again",
-                        PATIENCE_S,
-                        flock.holder(file),
-                        path,
-                    )
-                    flock.wait_for(file)
-                    break
-                time.sleep(_POLL_S)
+            if not flock.take(file):
+                logger.warning(
+                    "zero8: waits for %s, which has locked %s to build. This process goes on when "
+                    "that one ends, even if it is killed. If it is gone already (the server of a "
+                    "network file system can keep the lock of a dead host), remove that file and "
+                    "start again",
+                    flock.holder(file),
+                    path,
+                )
+                flock.wait_for(file)
             yield
     except OSError as error:
         raise RuntimeError(f"{path.parent} ({_ANOTHER_PLACE}): {error}") from error
@@ -149,7 +134,6 @@ def locked(path: Path) -> Iterator[None]:
 
 def _build(folder: Path) -> None:
     """Compile into another folder, which gets its name when it is complete."""
-    # A warning, because Python shows lower levels only after logging has been set up.
     logger.warning("zero8: compiling its CPU kernel once, a minute; wheels have it compiled")
     for remains in folder.parent.glob(f"{folder.name}*"):  # of builds that were killed
         shutil.rmtree(remains, ignore_errors=True)

@@ -5,16 +5,11 @@ They search the 16 entries of first moments in `linear4` by halves, and compute 
 entry in a map of `dynamic`, as follows.
 
 Away from 0 a map has seven decades of equal cells, an entry in the middle of each.  So the number
-of entries between 0 and x is a linear function of |x| in each decade.  Between a decade's last
-entry and the next one's first the threshold lies one cell beyond the decade's end: there one piece
-of the function joins the next.
-
-The kernels guess the piece by the bit pattern of x, which grows almost like its logarithm, and take
-the next one above its joint.  They estimate the number of entries by that piece, and compare with
-the exact threshold only where the estimate is within 2^-12 of an integer.  This requires an
-estimate that is an integer at every threshold.  So the first entry of the signed map, which has a
-decade of its own, and the last entry, 1.0, have separate pieces.  In the unsigned map only 0 gets
-the code of 0.
+of entries between 0 and x is a linear function of |x| in each decade; the pieces join one cell
+beyond a decade's end.  The kernels guess the piece by the bit pattern of x, which grows almost like
+its logarithm, and take the next one above its joint.  They compare with the exact threshold only
+where the estimate is within 2^-12 of an integer, so it must be one at every threshold: the first
+entry of the signed map and the last entry, 1.0, have pieces of their own.
 """
 
 from functools import lru_cache

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls the CUDA kernel, through the CUDA driver, which every machine with a GPU has.
+"""The CUDA kernel, called through the CUDA driver; the kernel of each device.
 
 All that a launch reads is one table in memory.  The host waits for the GPU only when a kernel is
 loaded.
@@ -16,11 +16,12 @@ import torch
 
 from zero8.op import cuda_compile, kernel
 from zero8.op.codec_maps import WITH_MAPS, codec_maps
-from zero8.op.kernel import BlockCounts
+from zero8.op.kernel import BlockCounts, CpuKernel
 from zero8.spec.adam import ADAM
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.algorithms import ALGORITHMS, algorithm_called
 
+DEVICES = ("cpu", "cuda")
 LIBRARY = "libcuda.so.1"
 
 # csrc/cuda/team.h
@@ -221,3 +222,22 @@ def gpus() -> list[Gpu]:
 def cuda_kernel(device: torch.device, backend: str | None = None) -> CudaKernel:
     """Return the kernel on a GPU, which has an index, compiled and loaded on first use."""
     return CudaKernel(device, backend or cuda_compile.default_backend())
+
+
+Kernel = CpuKernel | CudaKernel
+
+
+def kernel_on(device: torch.device) -> Kernel:
+    """Return the kernel of a device, one of `DEVICES`; compiles it if needed.
+
+    Raises ValueError for a GPU that is too old, RuntimeError if the kernel cannot be compiled.
+    """
+    return CpuKernel() if device.type == "cpu" else cuda_kernel(device)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether a CUDA graph is being captured on torch's current stream of a device."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):  # each device has its own current stream
+        return torch.cuda.is_current_stream_capturing()

@@ -10,7 +10,6 @@ import re
 import shutil
 import sysconfig
 import tempfile
-import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -102,27 +101,12 @@ def machine_code(architecture: int, backend: str) -> bytes:
         with build.locked(folder.with_suffix(".flock")):
             if not path.is_file():
                 folder.mkdir(exist_ok=True)
-                code = _compiled(chosen, architecture, backend)
+                code = chosen.compile(architecture)
                 with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
                     file.write(code)
                 os.chmod(file.name, 0o644)  # for all users
                 os.replace(file.name, path)
     return path.read_bytes()
-
-
-def _compiled(chosen: CudaCompiler, architecture: int, backend: str) -> bytes:
-    """Return the compiled kernel; "auto" falls back to NVRTC if nvcc fails."""
-    try:
-        return chosen.compile(architecture)
-    except RuntimeError as error:
-        if backend != "auto" or chosen.name == "nvrtc":
-            raise
-        try:
-            code = _nvrtc().compile(architecture)
-        except RuntimeError:
-            raise error from None
-        warnings.warn(f"zero8: NVRTC has compiled the CUDA kernel, as {error}", stacklevel=2)
-        return code
 
 
 def nvcc_command(path: str, architecture: int, *options: str) -> list[str]:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls the compiled step on a list of segments."""
+"""Calls the compiled step, on records of segments."""
 
 import contextlib
 import logging
-import math
 import os
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,21 +15,18 @@ from torch import Tensor
 from zero8.environment.versions import TESTED
 from zero8.op import build
 from zero8.op.codec_maps import codec_maps
-from zero8.op.structs import DTYPE_NUMBERS, FLOAT32_MOMENTS, MOST_SCALARS, SCALARS, SEGMENT, TENSOR
+from zero8.op.structs import DTYPE_NUMBERS, FLOAT32_MOMENTS, MOST_SCALARS, SCALARS, TENSOR
 from zero8.op.threads import alive, host_share
-from zero8.spec.algorithm import Scalars
-from zero8.spec.buffers import check_buffer
-from zero8.spec.grid import check_block_size
-from zero8.spec.int8_rows import SCALE_DTYPES
-from zero8.spec.segment import Segment
+from zero8.spec.algorithm import Algorithm, Scalars
+from zero8.spec.codec import Codec
+from zero8.spec.grid import BlockGrid
+from zero8.spec.segment import Moment, Rounding
 
 # Dtypes of parameters, and for each the dtypes of its gradients.
 DTYPES = {
     torch.float32: (torch.float32, torch.bfloat16, torch.float16),
     torch.bfloat16: (torch.float32, torch.bfloat16),
 }
-# Of INT8 weights, on the CPU, which come with scales.
-INT8_DTYPES = {torch.int8: DTYPES[torch.float32]}
 # Of copies that the CPU's step writes, by dtype of the parameter.
 COPY_DTYPES = {
     torch.float32: (torch.bfloat16, torch.float16),
@@ -75,61 +71,45 @@ def default_isa() -> str:
     return chosen or supported[-1]
 
 
-def records_of(segments: Sequence[Segment], device: torch.device) -> np.ndarray:
-    """Return the kernel's structs for segments, (segments,) `SEGMENT`.
+def write_record(
+    record: np.void,
+    *,
+    param: Tensor,
+    grad: Tensor,
+    algorithm: Algorithm,
+    moments: Sequence[Moment],
+    codec: Codec | None,
+    grid: BlockGrid,
+    first: int,
+    rounding: Rounding,
+    correction: Tensor | None = None,
+    weight_sums: Tensor | None = None,
+    row_scales: Tensor | None = None,
+) -> None:
+    """Write the `SEGMENT` of one piece of a parameter, but for scalars, phases and copies.
 
-    Scalars, phases and copies are not filled in.  Raises ValueError for a tensor of the wrong
-    dtype, device, layout or size.
+    The arguments are attributes of `zero8.spec.segment.Segment`.  Tensors are contiguous, on the
+    kernel's device, and of a size that fits `param`.
     """
-    records = np.zeros(len(segments), SEGMENT)
-    for record, segment in zip(records, segments, strict=True):
-        check_block_size(segment.grid.block_size)
-        grad_dtypes = DTYPES if segment.row_scales is None else INT8_DTYPES
-        param_dtypes = grad_dtypes if segment.correction is None else (torch.bfloat16,)
-        numel = segment.param.numel()
-        num_blocks = segment.grid.num_blocks_touched(segment.first, numel)
-        num_rows = numel // segment.own_row_length
-        buffers = {
-            "param": (segment.param, numel, param_dtypes),
-            "grad": (segment.grad, numel, grad_dtypes.get(segment.param.dtype, ())),
-            "correction": (segment.correction, numel, (torch.int8,)),
-            "weight_sums": (segment.weight_sums, 2 * num_blocks, (torch.int32,)),
-            "row_scales": (segment.row_scales, num_rows, SCALE_DTYPES),
-        }
-        for name, (tensor, expected, dtypes) in buffers.items():
-            if tensor is not None:
-                record[name] = check_buffer(name, tensor, expected, dtypes, device).data_ptr()
-        _fill_moments(record["moments"], segment, device)
-        record["numel"], record["first"] = numel, segment.first
-        record["row_length"] = segment.grid.row_length
-        record["own_row_length"] = segment.own_row_length
-        record["block_size"] = segment.grid.block_size
-        record["algorithm"] = segment.algorithm.kernel.number
-        record["param_dtype"] = DTYPE_NUMBERS[segment.param.dtype]
-        record["grad_dtype"] = DTYPE_NUMBERS[segment.grad.dtype]
-        record["rounding"] = segment.rounding
-        if segment.row_scales is not None:
-            record["row_scales_dtype"] = DTYPE_NUMBERS[segment.row_scales.dtype]
-    return records
-
-
-def _fill_moments(records: np.ndarray, segment: Segment, device: torch.device) -> None:
-    numel, codec = segment.param.numel(), segment.codec
-    rules = segment.algorithm.moments
-    for record, rule, moment in zip(records[: len(rules)], rules, segment.moments, strict=True):
-        if codec is None:
-            values = check_buffer(rule.name, moment.values, numel, [torch.float32], device)
-            record["values"], record["codec"] = values.data_ptr(), FLOAT32_MOMENTS
-            continue
-        code = codec.code_of(rule)
-        num_bytes = segment.grid.num_bytes(segment.first, numel, code.bits)
-        num_scales = segment.grid.num_blocks_touched(segment.first, numel)
-        num_scales *= math.prod(code.scale_shape)
-        name = f"{rule.name}_scale"
-        values = check_buffer(rule.name, moment.values, num_bytes, [torch.uint8], device)
-        scales = check_buffer(name, moment.scales, num_scales, [torch.float32], device)
-        record["values"], record["scales"] = values.data_ptr(), scales.data_ptr()
-        record["num_scales"], record["codec"] = num_scales, codec.number
+    record["param"], record["grad"] = param.data_ptr(), grad.data_ptr()
+    others = {"correction": correction, "weight_sums": weight_sums, "row_scales": row_scales}
+    for name, tensor in others.items():
+        record[name] = 0 if tensor is None else tensor.data_ptr()
+    for place, moment in zip(record["moments"][: len(moments)], moments, strict=True):
+        place["values"] = moment.values.data_ptr()
+        place["codec"] = FLOAT32_MOMENTS if codec is None else codec.number
+        if moment.scales is not None:
+            place["scales"], place["num_scales"] = moment.scales.data_ptr(), moment.scales.numel()
+    record["numel"], record["first"] = param.numel(), first
+    record["row_length"], record["block_size"] = grid.row_length, grid.block_size
+    record["own_row_length"] = grid.code_row_length
+    record["algorithm"], record["rounding"] = algorithm.kernel.number, rounding
+    record["param_dtype"] = DTYPE_NUMBERS[param.dtype]
+    record["grad_dtype"] = DTYPE_NUMBERS[grad.dtype]
+    if row_scales is not None:
+        record["row_scales_dtype"] = DTYPE_NUMBERS[row_scales.dtype]
+        if row_scales.numel():
+            record["own_row_length"] = param.numel() // row_scales.numel()
 
 
 def packed_scalars(scalars: Sequence[Scalars]) -> np.ndarray:
@@ -190,13 +170,10 @@ def fill(
     which: np.ndarray,
     steps: np.ndarray,
 ) -> None:
-    """Fill the fields of a step into records: addresses, phases, scalars' indices, counts of 0.
+    """Fill the fields of a step into records: addresses, phases, scalars, counts of 0.
 
-    Phases are those of equation (D1) of `zero8.spec.dither`.
-
-    `records` are (pieces,) `SEGMENT`, `kept` (pieces,) `KEPT_PIECE`, `addresses` (2, parameters)
-    uint64, of parameters and gradients.  `which` are (parameters,) int64 indices in `steps`, int64
-    numbers from 1, and in the scalars of the step.
+    `addresses` are (2, parameters) uint64, of parameters and gradients.  `which` are (parameters,)
+    int64 indices in `steps`, int64 numbers from 1, and in the scalars of the step.
     """
     module().fill(records, kept, addresses.reshape(-1), which, steps)
 
@@ -204,13 +181,9 @@ def fill(
 def described(objects: list[Tensor | float]) -> np.ndarray:
     """Return address, size, kind and contiguity of tensors, and a hash of small ones' contents.
 
-    Of the (objects,) `TENSOR` that it returns, `kind` is equal for equal dtype and device, its
-    upper 32 bits for equal device; it is `WITHOUT_MEMORY` for tensors without memory of their own,
-    such as sparse ones.  `contents` is equal for equal contents of int64 tensors in host memory of
-    at most `MAX_HASHED` elements, such as a state's `format`; it is 0 for others.
-
-    Numbers may be among the objects, as they are in states: separating them would take longer.
-    Their record is contiguous, and otherwise 0.
+    Of a `TENSOR`, `kind` is equal for equal dtype and device, its upper 32 bits for equal device,
+    and `WITHOUT_MEMORY` for sparse tensors and the like; `contents` is of int64 tensors in host
+    memory of at most `MAX_HASHED` elements, and 0 of others.  Numbers are contiguous and else 0.
     """
     records, api = np.empty(len(objects), TENSOR), getattr(Tensor, _EXCHANGE_API, None)
     if api is None or not module().describe(api, Tensor, objects, records):
@@ -228,9 +201,8 @@ def addresses_if_same(
 ) -> np.ndarray | None:
     """Return the addresses of the first objects, as uint64; None if anything else has changed.
 
-    `before` is the earlier result of `described` for these tensors and numbers.  None also if one
-    of the first has elements and no memory.  One by one, this would take longer than the step of a
-    small parameter: the previous step has evicted the objects from the caches.
+    `before` is the earlier result of `described`.  None also if one of the first has elements and
+    no memory.  One by one, this would take longer than the step of a small parameter.
     """
     addresses, api = np.empty(num_addresses, np.uint64), getattr(Tensor, _EXCHANGE_API)
     is_same = module().describe_again(api, Tensor, objects, before, addresses)
@@ -238,8 +210,5 @@ def addresses_if_same(
 
 
 def check(records: np.ndarray, num_scalars: int) -> None:
-    """Raise ValueError, which names the field, unless a kernel can rely on records, as it does.
-
-    The step on the CPU calls it itself.
-    """
+    """Raise ValueError, which names the field, for records on which no kernel can rely."""
     module().check(records, num_scalars)

@@ -18,10 +18,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 def sum_of_squares(grads: Sequence[Tensor], num_threads: int | None = None) -> float:
     """Return the sum of squares of gradients on the CPU, in double precision.
 
-    The bits do not depend on the number of threads.  The relative error is below 2^-40.  Gradients
-    with gaps in memory, and of other dtypes than `DTYPES`, are read by torch.  `num_threads` is
-    `step_threads()` by default.
+    The bits do not depend on the number of threads; the relative error is below 2^-40.
     """
+    # torch reads gradients with gaps in memory, and of other dtypes.
     served: list[Tensor] = []
     others: list[Tensor] = []
     for grad in grads:

@@ -23,9 +23,7 @@ def step_threads() -> int:
 def host_share() -> int:
     """Return how many threads this rank may use so that the ranks of a host do not compete.
 
-    Launchers set the number of ranks of the host (torchrun LOCAL_WORLD_SIZE, DeepSpeed LOCAL_SIZE).
-    Without OMP_NUM_THREADS and without binding, each rank would use all processors; with one of
-    them, `NO_LIMIT` is returned.
+    It is `NO_LIMIT` with OMP_NUM_THREADS, and where the rank is bound to processors of its own.
     """
     if os.environ.get("OMP_NUM_THREADS") or not hasattr(os, "sched_getaffinity"):
         return NO_LIMIT
@@ -60,6 +58,7 @@ def _warn(process: int) -> None:
 
 
 def _ranks_of_this_host() -> int:
+    # Set by torchrun and by DeepSpeed.
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
         if value := os.environ.get(name):
             if not value.isdecimal():

@@ -16,7 +16,7 @@ from zero8.deepspeed import claims, seams
 from zero8.deepspeed.constructing import check_replaced, constructing_engine, global_shape
 from zero8.environment.versions import warn_if_untested
 from zero8.op import kernel
-from zero8.op.devices import DEVICES
+from zero8.op.cuda import DEVICES
 from zero8.optimizer import notices
 from zero8.optimizer.clipping import norm_and_factor
 from zero8.optimizer.entry import WeightSums

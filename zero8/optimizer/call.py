@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zero8.op import kernel
-from zero8.op.devices import Kernel
+from zero8.op.cuda import Kernel
 from zero8.op.structs import DTYPE_NUMBERS
 from zero8.optimizer import widened
 from zero8.optimizer.batch import Batch

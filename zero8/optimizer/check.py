@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero8.op import kernel
-from zero8.op.devices import DEVICES
+from zero8.op.cuda import DEVICES
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.int8_rows import SCALE_DTYPES
 from zero8.spec.shown import shown

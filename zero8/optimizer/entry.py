@@ -14,19 +14,18 @@ import torch
 from torch import Tensor
 
 from zero8.op import kernel
-from zero8.op.structs import FLOAT32_MOMENTS, KEPT_PIECE
+from zero8.op.structs import FLOAT32_MOMENTS, KEPT_PIECE, SEGMENT
 from zero8.optimizer import widened
 from zero8.optimizer.batch import Row
 from zero8.spec import dither
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.buffers import check_apart, check_buffer
-from zero8.spec.segment import Segment
+from zero8.spec.int8_rows import SCALE_DTYPES
 from zero8.state.entries import is_new, others_in
 from zero8.state.extent import local
 from zero8.state.header import Entries
 from zero8.state.kind import Contents, StateKind
 from zero8.state.params import ParamInfo
-from zero8.state.settings import Settings
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece
 from zero8.state.weights import int8_rows
@@ -132,19 +131,31 @@ def prepared(kind: StateKind, row: Row, info: ParamInfo, weight_sums: WeightSums
         flat = values.contiguous().view(-1)
         params = [flat.narrow(0, one.start, one.numel) for one in pieces]
     grads = row.grad.contiguous().view(-1)
-    segments = [
-        _segment(settings, number, stores, state, one, grads) for number, one in enumerate(params)
-    ]
-    if rows is not None and not is_widened:
-        for segment, piece in zip(segments, pieces, strict=True):
-            segment.row_scales = widened.rows_of_piece(rows, piece).scales
-    sums = None
-    if (correction := state.get("param_correction")) is not None:
-        num_blocks = [one.grid.num_blocks_touched(one.first, one.numel) for one in pieces]
-        sums = weight_sums.of(p, correction, sum(num_blocks), values.device)
-        for segment, own in zip(segments, sums.split(num_blocks), strict=True):
-            segment.weight_sums = own
-    records = kernel.records_of(segments, flat.device)
+    correction, sums = _correction(state), None
+    num_blocks = [one.grid.num_blocks_touched(one.first, one.numel) for one in pieces]
+    if correction is not None:
+        of_blocks = sum(num_blocks), values.device
+        sums = weight_sums.of(p, state["param_correction"], *of_blocks)
+    of_pieces = [None] * len(pieces) if sums is None else sums.split(num_blocks)
+    records = np.zeros(len(pieces), SEGMENT)
+    for number, (piece, param) in enumerate(zip(pieces, params, strict=True)):
+        whole = piece.start, piece.numel
+        kernel.write_record(
+            records[number],
+            param=param,
+            grad=grads.narrow(0, *whole),
+            algorithm=settings.algorithm,
+            moments=[store.piece(number) for store in stores],
+            codec=stores[0].codec if piece.is_quantized else None,
+            grid=piece.grid,
+            first=piece.first,
+            rounding=settings.rounding,
+            correction=None if correction is None else correction.view(-1).narrow(0, *whole),
+            weight_sums=of_pieces[number],
+            row_scales=None
+            if rows is None or is_widened
+            else widened.rows_of_piece(rows, piece).scales,
+        )
     kept = np.zeros(len(records), KEPT_PIECE)
     for name, tensor in (("param", flat), ("grad", grads)):
         kept[f"{name}_offset"] = records[name] - np.uint64(tensor.data_ptr())
@@ -176,44 +187,26 @@ def _check(row: Row, stores: list[MomentStore], info: ParamInfo) -> None:
         )
     written = {"the parameter": row.value}
     if (rows := int8_rows(row.param)) is not None:
-        written["the scales"] = rows.scales
+        written["the scales"] = check_buffer(
+            "row_scales", rows.scales, len(rows.codes), SCALE_DTYPES, row.value.device
+        )
     for store in stores:
         written |= store.named_buffers
     if (correction := _correction(row.state)) is not None:
         check_buffer("param_correction", correction, row.value.numel(), [torch.int8])
         written["param_correction"] = correction
+    for name, tensor in written.items():
+        if tensor.device != row.value.device:
+            raise ValueError(
+                f"{name} of {info.label}: got a tensor on {tensor.device}, expected one on "
+                f"{row.value.device}"
+            )
     check_apart({f"{name} of {info.label}": t for name, t in written.items()})
 
 
 def _correction(state: Entries) -> Tensor | None:
     found: Tensor | None = state.get("param_correction")
     return None if found is None else local(found)
-
-
-def _segment(
-    settings: Settings,
-    number: int,
-    stores: list[MomentStore],
-    state: Entries,
-    param: Tensor,
-    grad: Tensor,
-) -> Segment:
-    piece = stores[0].table.pieces[number]
-    algorithm = settings.algorithm
-    correction = _correction(state)
-    if correction is not None:
-        correction = correction.view(-1).narrow(0, piece.start, piece.numel)
-    return Segment(
-        param=param,
-        grad=grad.narrow(0, piece.start, piece.numel),
-        algorithm=algorithm,
-        moments=[store.piece(number) for store in stores],
-        codec=stores[0].codec if piece.is_quantized else None,
-        grid=piece.grid,
-        first=piece.first,
-        rounding=settings.rounding,
-        correction=correction,
-    )
 
 
 @lru_cache(maxsize=1 << 17)

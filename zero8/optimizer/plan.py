@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from zero8.op.devices import kernel_on
+from zero8.op.cuda import kernel_on
 from zero8.op.kernel import CpuKernel
 from zero8.optimizer import muon_step as muon
 from zero8.optimizer import widened

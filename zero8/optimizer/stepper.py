@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zero8.environment.interrupts import put_off
 from zero8.op import kernel
-from zero8.op.devices import is_capturing, kernel_on
+from zero8.op.cuda import is_capturing, kernel_on
 from zero8.optimizer.batch import Batch, Group, Row, turns_of
 from zero8.optimizer.call import NextStep
 from zero8.optimizer.check import check_class, check_tensors

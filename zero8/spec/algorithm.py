@@ -27,21 +27,14 @@ algorithms have `l2`, which is 0 where decay is decoupled; `grad_sign`, -1 to as
 
 @dataclass(frozen=True)
 class MomentRule:
-    """One moment of an algorithm.
+    """One moment of an algorithm."""
 
-    Attributes:
-        algorithm: the algorithm's name in saved states.
-        name: its entry in states, such as `exp_avg`; also the stream of its dither.
-        is_signed: whether it can be negative.
-        decay: the name of the scalar that multiplies the moment when it is decoded, or None.
-        settling: the name of the scalar that settles its codes, which are the nearest, or says
-            that the dither rounds them (`zero8.spec.log`); None if it always does.
-    """
-
-    algorithm: str
-    name: str
-    is_signed: bool
-    decay: str | None = None
+    algorithm: str  # its name in saved states
+    name: str  # the moment's entry in states, such as `exp_avg`; also the stream of its dither
+    is_signed: bool  # whether it can be negative
+    decay: str | None = None  # the scalar that multiplies the moment when it is decoded
+    # The scalar that settles its codes, which are the nearest, or says that the dither rounds them
+    # (`zero8.spec.log`); None if it always does.
     settling: str | None = None
 
     @property
@@ -52,50 +45,29 @@ class MomentRule:
 
 @dataclass(frozen=True)
 class Remembered:
-    """A number that a state keeps from step to step beside its moments.
+    """A number that a state keeps from step to step beside its moments, 0 before the first one."""
 
-    Attributes:
-        name: its entry in states.
-        unknown: its largest value, for moments of unknown origin; before the first step it is 0.
-    """
-
-    name: str
-    unknown: float
+    name: str  # its entry in states
+    unknown: float  # its largest value, for moments of unknown origin
 
 
 class Algorithm(ABC):
-    """An algorithm; `zero8.spec.algorithms` lists them.
+    """An algorithm; `zero8.spec.algorithms` lists them."""
 
-    Attributes:
-        name: its name in saved states.
-        number: its number in kernels and in plain states.
-        class_name: its optimizer class, for messages.
-        fp32_name: the fp32 optimizers whose states it loads, for messages.
-        moments: the values kept per element, in the order of csrc/algorithms.h.
-        memory: the numbers kept per parameter.
-        options: the settings of a parameter group, with their defaults.
-        keywords: the keywords of its optimizer, without those of every zero8 optimizer.
-        no_effect_keys: keywords of the same algorithm elsewhere that select an implementation.
-        step_if_unknown: the step number of fp32 states that lack it; None if they must have it.
-        fp32_options: further settings in groups of fp32 optimizers, so that these can load our
-            state dicts.
-        scalars_type: the NamedTuple of a step's scalars, with the fields of csrc/algorithms.h.
-        is_of_matrices: whether an update depends on the whole matrix (`zero8.optimizer.muon_step`).
-    """
-
-    name: str
-    number: int
-    class_name: str
-    fp32_name: str
-    moments: tuple[MomentRule, ...]
-    memory: tuple[Remembered, ...] = ()
-    options: Mapping[str, Any]
-    keywords: tuple[str, ...]
-    no_effect_keys: tuple[str, ...] = ()
-    step_if_unknown: int | None = None
+    name: str  # in saved states
+    number: int  # in kernels and in plain states
+    class_name: str  # its optimizer class, for messages
+    fp32_name: str  # the fp32 optimizers whose states it loads, for messages
+    moments: tuple[MomentRule, ...]  # in the order of csrc/algorithms.h
+    memory: tuple[Remembered, ...] = ()  # the numbers kept per parameter
+    options: Mapping[str, Any]  # the settings of a parameter group, with their defaults
+    keywords: tuple[str, ...]  # of its optimizer, without those of every zero8 optimizer
+    no_effect_keys: tuple[str, ...] = ()  # keywords elsewhere that select an implementation
+    step_if_unknown: int | None = None  # of fp32 states that lack it; None if they must have it
+    # Further settings in groups of fp32 optimizers, so that these can load our state dicts.
     fp32_options: Mapping[str, Any] = MappingProxyType({})
-    scalars_type: type[Any]
-    is_of_matrices: bool = False
+    scalars_type: type[Any]  # a NamedTuple with the fields of csrc/algorithms.h
+    is_of_matrices: bool = False  # whether an update depends on the whole matrix: muon_step.py
 
     @property
     def kernel(self) -> "Algorithm":

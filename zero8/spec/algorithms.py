@@ -18,11 +18,7 @@ ELEMENTWISE = tuple(one for one in ALGORITHMS if not one.is_of_matrices)
 
 
 def algorithm_of_fp32(entries: Iterable[object]) -> Algorithm:
-    """Return the algorithm whose moments are among the entries of an fp32 optimizer's state.
-
-    Raises:
-        ValueError: if no algorithm's are.
-    """
+    """Return the algorithm whose moments an fp32 optimizer's state has, or raise ValueError."""
     found = set(entries)
     fitting = [one for one in ALGORITHMS if found.issuperset(one.moment_names)]
     if not fitting:

@@ -46,12 +46,7 @@ def fault(code: MomentCode, codes: Tensor, scales: Tensor, block_numbers: BlockN
 
 
 def fault_of_values(values: Tensor, *, is_signed: bool) -> str:
-    """Return the fault of a moment in float32 in words, "" if it has none.
-
-    Args:
-        values: the moment, of any shape.
-        is_signed: whether it can be negative.
-    """
+    """Return the fault of a moment in float32, of any shape, in words, "" if it has none."""
     largest = torch.finfo(torch.float32).max
     if values.dtype == torch.float64 and values.numel() and values.abs().max() > largest:
         return "a value that float32 does not hold"

@@ -37,14 +37,9 @@ MAX_DIMS = 64
 
 
 class Unit(NamedTuple):
-    """The codes that lie together in whole bytes.
+    """The codes that lie together in whole bytes."""
 
-    Attributes:
-        numel: number of codes.
-        num_bytes: number of bytes.
-    """
-
-    numel: int
+    numel: int  # number of codes
     num_bytes: int
 
 
@@ -81,18 +76,12 @@ class BlockGrid:
     A row is `row_length` consecutive elements of the parameter in row-major order; the last block
     of a row may be short, so no block crosses a row.  Where the parameter's own rows are narrow, a
     row of the grid is a group of them, which is one block; the last group may be short.
-
-    Attributes:
-        num_rows: number of rows.
-        row_length: elements of a row.
-        block_size: the most elements of a block.
-        own_row_length: elements of one of the parameter's own rows where they are narrow, else 0.
     """
 
     num_rows: int
-    row_length: int
+    row_length: int  # in elements
     block_size: int
-    own_row_length: int = 0
+    own_row_length: int = 0  # of the parameter's own rows where they are narrow
 
     @classmethod
     def of(cls, shape: tuple[int, ...], block_size: int) -> "BlockGrid | None":
