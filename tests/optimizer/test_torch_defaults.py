@@ -9,7 +9,6 @@ from moment_samples import same
 from nests import assert_same
 
 from zero8 import Adam8bitBlockwise
-from zero8.deepspeed.swap_io import BufferPool
 from zero8.integrations.health import health
 from zero8.spec import arithmetic as ieee
 from zero8.spec.codec import CODECS
@@ -79,23 +78,6 @@ def test_arithmetic_under_another_default_takes_numbers_as_float32(other_default
     expected = [ieee.mul(x, 0.3), ieee.div(x, 0.3), ieee.fma(x, 0.3, 0.7)]
     other_default()
     assert same([ieee.mul(x, 0.3), ieee.div(x, 0.3), ieee.fma(x, 0.3, 0.7)], expected)
-
-
-def test_swapper_under_another_default_asks_for_bytes_in_host_memory(other_default):
-    """DeepSpeed's handle allocates what the example is like."""
-    asked = []
-
-    class Handle:
-        def new_cpu_locked_tensor(self, numel, example):
-            asked.append((example.dtype, example.device))
-            return torch.empty(numel, dtype=torch.uint8, device="cpu")
-
-        def free_cpu_locked_tensor(self, tensor):
-            pass
-
-    other_default()
-    BufferPool(Handle()).take(64)
-    assert asked == [(torch.uint8, torch.device("cpu"))]
 
 
 def test_health_under_other_defaults_is_what_it_was(other_default):

@@ -36,6 +36,7 @@ from places import GOLDEN
 
 from zero8.checkpoint.read.open import open_checkpoint
 from zero8.deepspeed.moment_tensor import BUFFERS, HEADER
+from zero8.deepspeed.swap_file import hash_of
 
 DCP = "torch.distributed.checkpoint"
 RECORD = {"0": bytes(1024)}
@@ -404,23 +405,18 @@ def states(make):
     return in_folder
 
 
-def swap(description: bytes, **header):
-    """Return what makes a folder with a swap file whose description is this."""
+def swap(**changes):
+    """Return what makes a folder with a swap file of two empty moments, but for these changes."""
 
     def make(path: Path) -> None:
-        numbers = {"step": 1, "history": 1.0, "count": len(description)} | header
-        num_bytes = header.get("num_bytes", [0] * 7)
-        data = bytearray(4096 * (1 + (512 + len(description)) // 4096))
-        packed = struct.pack(
-            f"<8sQIIqIId{len(num_bytes)}Q", b"zero8swp", 0, 1, numbers["count"], numbers["step"],
-            1, len(num_bytes), numbers["history"], *num_bytes,
-        )  # fmt: skip
-        data[: len(packed)] = packed
-        data[512 : 512 + len(description)] = description
-        data[8:16] = xxhash.xxh3_64_intdigest(bytes(data)).to_bytes(8, "little")
+        saved = {"step": 1, "history": 1.0, "exp_avg": {}, "exp_avg_sq": {}} | changes
+        for which in saved.keys() & {"exp_avg", "exp_avg_sq"}:
+            header = {**EMPTY_MOMENT, "which": which, "hash": 0, **saved[which]}
+            buffers = torch.empty(0, dtype=torch.uint8), torch.empty(0, 2), torch.empty(0)
+            saved[which] = {HEADER: header, **dict(zip(BUFFERS, buffers, strict=True))}
         folder = path / "offloaded_tensors" / "rank0"
         folder.mkdir(parents=True)
-        (folder / "zero8-1.tensor.swp").write_bytes(data)
+        torch.save(saved | {"hash": hash_of(saved)}, folder / "zero8-1.tensor.swp")
         good = GOLDEN / "zero3_checkpoint" / "step3"
         name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
         (path / name).write_bytes((good / name).read_bytes())
@@ -428,27 +424,10 @@ def swap(description: bytes, **header):
     return make
 
 
-def swap_that_claims(memory: int, tensors: int):
-    """Return what makes a folder with a swap file that claims so many numbers in its header."""
-
-    def make(path: Path) -> None:
-        swap(described())(path)
-        (file,) = path.rglob("*.swp")
-        data = bytearray(file.read_bytes())
-        struct.pack_into("<II", data, 32, memory, tensors)
-        file.write_bytes(data)
-
-    return make
-
-
 EMPTY_MOMENT = {"version": 1, "algorithm": "adam", "codec": 4, "numel": 0, "pieces": []}
-
-
-def described(*moments: str, **changes) -> bytes:
-    """Return a description of these moments, of both by default."""
-    names = moments or ("exp_avg", "exp_avg_sq")
-    listed = [{**EMPTY_MOMENT, "which": which, **changes} for which in names]
-    return json.dumps({"moments": listed, "correction_numel": 0}).encode()
+HUGE = {"numel": 2**48, "pieces": [
+    {"name": "p", "identity": 1, "shape": [2**24, 2**24], "first": 0, "start": 0,
+     "numel": 2**48, "block_size": 256}]}  # fmt: skip
 
 
 FOLDERS_OF_ZERO = {
@@ -462,16 +441,10 @@ FOLDERS_OF_ZERO = {
     "a folder of states": states(Path.mkdir),
     "a link to a device": states(lambda path: path.symlink_to("/dev/zero")),
     "a link to nowhere": states(lambda path: path.symlink_to("/nowhere")),
-    "swap: a step of -1": swap(described(), step=-1),
-    "swap: a history of NaN": swap(described(), history=float("nan")),
-    "swap: a description beyond": swap(described(), count=2**32 - 1),
-    "swap: 2^32 numbers": swap_that_claims(2**32 - 1, 2**32 - 1),
-    "swap: more numbers than the header holds": swap_that_claims(1, 60),
-    "swap: nested lists": swap(b"[" * 100_000),
-    "swap: one moment alone": swap(described("exp_avg")),
-    "swap: 2^48 elements": swap(described(numel=2**48, pieces=[
-        {"name": "p", "identity": 1, "shape": [2**24, 2**24], "first": 0, "start": 0,
-         "numel": 2**48, "block_size": 256}])),
+    "swap: a step of -1": swap(step=-1),
+    "swap: a history of NaN": swap(history=float("nan")),
+    "swap: one moment is a number": swap(exp_avg_sq={"numel": "two"}),
+    "swap: 2^48 elements": swap(exp_avg=HUGE, exp_avg_sq=HUGE),
 }  # fmt: skip
 
 
