@@ -135,6 +135,7 @@ def places_of(engine):
     """Return how many states are in memory, and the bytes of large uint8 storages and of files."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.dtype == torch.uint8]
+    tensors = [x for x in tensors if x.device.type == "cpu"]  # those on meta describe files
     files = Path(swapper_of(engine).swap_folder).glob("zero8-*")
     return {
         "in memory": len(base_optimizer(engine).state),
