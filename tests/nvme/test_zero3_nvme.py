@@ -4,7 +4,6 @@
 import gc
 import itertools
 import operator
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +17,6 @@ from nvme_worker import (
     SUB_GROUPS,
     SWAPPED,
     Tower,
-    count_bytes,
     held_everywhere,
     make_tower,
     nvme_config,
@@ -30,7 +28,7 @@ from ranks import report, run_ranks
 from zero_worker import base_optimizer, train
 
 # DeepSpeed's aio is built by a first run, which takes minutes; a build that is interrupted leaves a
-# lock behind.  `make test` looks at the files and their buffers only: test_zero3_nvme_file.
+# lock behind.  `make test` looks at the files only: test_zero3_nvme_file.
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
 
 PRECISIONS = {
@@ -74,13 +72,10 @@ def train_and_save(folder, pipelined, options):
         engine.optimizer.loss_scaler.cur_scale = CHANGED_SCALE
         if where is not None:
             engine.save_checkpoint(f"{folder}/checkpoints", tag="half")
-            result["memory"] = memory_of(engine)
+            result |= places_of(engine)
             files = Path(folder, "checkpoints", "half").glob("*_optim_states.pt")
             result["zero files"] = [path.stat().st_size for path in files]
-            counts = count_bytes(engine)
         losses += train(engine, AFTER, first=BEFORE)
-        if where is not None:
-            result["bytes"] = dict(counts)
         rows = base_optimizer(engine).memory_report().to_dicts()
         rows = sorted(rows, key=lambda row: row["name"])
         result[name] = {"losses": losses, "report": rows, **held_everywhere(engine)}
@@ -136,20 +131,16 @@ def moments_in(state):
     return [value for value in values if isinstance(value, tuple) and len(value) == 3]
 
 
-def memory_of(engine):
-    """Return the bytes of states in memory after a step: named, and in any uint8 storage at all."""
+def places_of(engine):
+    """Return how many states are in memory, and the bytes of large uint8 storages and of files."""
     gc.collect()
-    storages = {
-        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
-        for x in gc.get_objects()
-        if type(x) is torch.Tensor and x.dtype == torch.uint8 and x.device.type == "cpu"
-    }
-    files = swapper_of(engine).swap_folder
-    sizes = [os.path.getsize(f"{files}/{n}") for n in os.listdir(files) if n.startswith("zero8-")]
+    tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.dtype == torch.uint8]
+    tensors = [x for x in tensors if x.device.type == "cpu"]  # those on meta describe files
+    files = Path(swapper_of(engine).swap_folder).glob("zero8-*")
     return {
-        "states": len(base_optimizer(engine).state),
-        "uint8": [n for n in storages.values() if n > 2**18],
-        "files": sizes,
+        "in memory": len(base_optimizer(engine).state),
+        "uint8": [n for x in tensors if (n := x.untyped_storage().nbytes()) > 2**18],
+        "files": [path.stat().st_size for path in files],
     }
 
 
@@ -196,30 +187,19 @@ def test_zero3_nvme_resume_in_fresh_processes_is_bit_identical(cell):
         assert (resumed["rates"], resumed["scale"]) == ({CHANGED_LR}, CHANGED_SCALE)
 
 
-def test_zero3_nvme_traffic_of_states_is_a_quarter_of_float32(cell):
-    """Of 4 bytes per element of each float32 moment; 1 byte more for weight corrections."""
-    for through, _ in cell.ranks:
-        states = through["nvme"]["states"][:SWAPPED]
-        numels = [sum(piece.numel for piece in state["pieces"]) for state in states]
-        all_moments = [len(moments_in(state)) for state in states]  # AdamW has one more than Muon
-        moments = sum(map(operator.mul, all_moments, numels)) / sum(numels)
-        corrected = "param_correction" in states[0]
-        for way in ("read", "written"):
-            per_element = through["bytes"]["state", way] / AFTER / sum(numels)
-            assert moments <= per_element - corrected <= 1.05 * moments
+def test_zero3_nvme_swapped_out_states_are_in_their_files_only(cell):
+    """In a quarter of float32's bytes, and 1 byte per weight correction.
 
-
-def test_zero3_nvme_swapped_out_states_are_in_no_memory_but_shared_buffers(cell):
-    """Of what three sub-groups have, one buffer remains; pipelined, one on each way in addition.
-
-    In a checkpoint they are in their swap files only: less than one matrix of weights, in two bytes
-    each, is beside them.
+    A checkpoint has less than one matrix of weights, in two bytes each, beside the files.
     """
     for through, _ in cell.ranks:
         assert len(through["zero files"]) == 2
         assert max(through["zero files"]) < 2 * swapped_elements() / SWAPPED
-        memory = through["memory"]
-        assert memory["states"] == SUB_GROUPS - SWAPPED
-        assert len(memory["files"]) == SWAPPED
-        assert all(n == max(memory["files"]) for n in memory["uint8"])
-        assert len(memory["uint8"]) == (3 if cell.pipelined else 1)
+        assert (through["in memory"], through["uint8"]) == (SUB_GROUPS - SWAPPED, [])
+        states = through["nvme"]["states"][:SWAPPED]
+        numels = [sum(piece.numel for piece in state["pieces"]) for state in states]
+        counts = [len(moments_in(state)) for state in states]  # AdamW has one more than Muon
+        corrected = "param_correction" in states[0]
+        expected = sum(map(operator.mul, counts, numels)) + corrected * sum(numels)
+        assert len(through["files"]) == SWAPPED
+        assert expected <= sum(through["files"]) <= 1.05 * expected

@@ -9,9 +9,9 @@ from contextlib import nullcontext
 
 import pytest
 
-from zero8.deepspeed import swap_io
+from zero8.deepspeed import swap_file
 
-TAKE = "import sys; from zero8.deepspeed import swap_io; swap_io.lock(sys.argv[1])"
+TAKE = "import sys; from zero8.deepspeed import swap_file; swap_file.lock(sys.argv[1])"
 TAKE_AND_WAIT = f"{TAKE}; print('taken', flush=True); sys.stdin.read()"
 
 
@@ -35,19 +35,19 @@ def test_folder_is_refused_while_another_process_has_it_and_free_when_that_is_ki
         try:
             assert first.stdout.readline() == "taken\n"
             with pytest.raises(OSError, match=f"in use: process {first.pid} on .*nvme_path") as met:
-                swap_io.lock(str(folder))
+                swap_file.lock(str(folder))
             assert met.value.filename == str(folder)
         finally:
             first.kill()
-    swap_io.lock(str(folder))
+    swap_file.lock(str(folder))
     assert f"in use: process {os.getpid()} on " in forks.run(TAKE, str(folder)).stderr
 
 
 def test_folder_that_this_process_has_is_its_own_again(tmp_path):
     folder = tmp_path / "rank0"
     folder.mkdir()
-    swap_io.lock(str(folder))
-    swap_io.lock(f"{tmp_path}/./rank0")
+    swap_file.lock(str(folder))
+    swap_file.lock(f"{tmp_path}/./rank0")
     assert list(folder.iterdir()) == []  # DeepSpeed copies all that is in it
 
 
@@ -59,4 +59,4 @@ def test_folder_on_a_file_system_without_locks_is_taken(tmp_path, monkeypatch, n
     monkeypatch.setattr("fcntl.flock", fail)
     problem = f"{os.strerror(number)}.*{tmp_path}/rank0.flock"
     with pytest.raises(OSError, match=problem) if number == errno.EIO else nullcontext():
-        swap_io.lock(str(tmp_path / "rank0"))
+        swap_file.lock(str(tmp_path / "rank0"))

@@ -135,4 +135,4 @@ def test_export_of_trained_states_is_within_half_a_code(codec, shape):
 def test_import_of_another_map_or_of_tensorwise_scales_is_refused(key, value):
     state, _ = their_state(SHAPES["rows of blocks"])
     with pytest.raises(ValueError, match=key):
-        from_bitsandbytes(state_dict_of([state | {key: value}]))
+        from_foreign(state_dict_of([state | {key: value}]))

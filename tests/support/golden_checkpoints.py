@@ -16,7 +16,6 @@ from zero_worker import base_optimizer, config, make_engine
 
 from zero8 import Adam8bitBlockwise
 from zero8.deepspeed import swap_file
-from zero8.deepspeed.swap_file import Layout
 
 STEPS = 3
 SETTINGS = {"lr": 1e-2, "min_8bit_size": 100}
@@ -72,10 +71,7 @@ def _save_swapped(engine, folder: Path) -> None:
     """Write the swap file that a sub-group would have on NVMe, where ones so small never are."""
     folder.mkdir(parents=True)
     state = next(state for state in base_optimizer(engine).state.values() if state)
-    layout = Layout.of_state(state)
-    buffer = torch.zeros(layout.file_bytes(swap_file.BLOCK_BYTES), dtype=torch.uint8)
-    swap_file.pack(state, layout, buffer)
-    buffer.numpy().tofile(folder / "zero8-1.tensor.swp")
+    swap_file.save(str(folder / "zero8-1.tensor.swp"), state)
 
 
 def fsdp(folder: str):

@@ -29,7 +29,7 @@ from places import GOLDEN
 
 import zero8
 from zero8.checkpoint.read.open import open_checkpoint
-from zero8.deepspeed import moment_tensor, swap_file
+from zero8.deepspeed import moment_tensor
 from zero8.deepspeed.flat_state import FlatPartition
 from zero8.deepspeed.moment_tensor import BUFFERS, HEADER, MomentTensor
 from zero8.state.table import PieceTable
@@ -240,29 +240,6 @@ def damaged_zip(data: bytes, chance: random.Random) -> bytes:
     return file.getvalue()
 
 
-def damaged_swap(data: bytes, chance: random.Random) -> bytes:
-    """Return a swap file that is damaged, and says that it is not."""
-    if chance.random() < 0.3:
-        return damaged(data, chance)
-    data = bytearray(data)
-    header = swap_file.SwapHeader.of(torch.frombuffer(data, dtype=torch.uint8))
-    begin, end = 512, 512 + header.description_bytes
-    if chance.random() < 0.4:  # the same length, so that all else is in its place
-        text = data[begin:end].decode()
-        numbers = [n for n, c in enumerate(text) if c.isdigit()]
-        at = chance.choice(numbers)
-        text = text[:at] + chance.choice("0123456789-") + text[at + 1 :]
-        data[begin:end] = text.encode()
-    elif chance.random() < 0.3:
-        data[:512] = flipped(data[:512], chance)
-    else:
-        data[end:] = damaged(bytes(data[end:]), chance)
-    data += bytes(-len(data) % 8)
-    total = swap_file.checksum(torch.frombuffer(data, dtype=torch.uint8))
-    data[8:16] = total.to_bytes(8, "little")
-    return bytes(data)
-
-
 # --- Damages of values ---------------------------------------------------------------------------
 
 
@@ -437,9 +414,7 @@ def reader(name: str, victims: str = ""):
         files = dict(contents(name))
         victim = chance.choice([key for key in files if victims in key])
         data = files[victim]
-        if victim.endswith(".swp") and chance.random() < 0.9:
-            change = damaged_swap
-        elif victim == ".metadata" and chance.random() < 0.6:
+        if victim == ".metadata" and chance.random() < 0.6:
             change = damaged_pickle
         elif data[:2] == b"PK" and "distcp" not in victim and chance.random() < 0.7:
             change = damaged_zip

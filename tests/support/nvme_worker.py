@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model and a config whose sub-groups ZeRO-3 swaps to a disk, and access to what is swapped."""
 
-import os
 from contextlib import contextmanager
 
 import deepspeed
@@ -112,37 +111,3 @@ def held_everywhere(engine):
                 entry["master"][here] = p.detach()[here]
             states.append(entry)
     return {"parameters": parameters, "states": states}
-
-
-class CountBytes:
-    """An aio handle that notes what goes through it: weights, states, gradients."""
-
-    def __init__(self, handle, counts):
-        self._handle, self._counts = handle, counts
-
-    def __getattr__(self, name):
-        return getattr(self._handle, name)
-
-    def async_pread(self, buffer, path, offset):
-        self._count("read", buffer, path)
-        return self._handle.async_pread(buffer, path, offset)
-
-    def async_pwrite(self, buffer, path, offset):
-        self._count("written", buffer, path)
-        return self._handle.async_pwrite(buffer, path, offset)
-
-    def _count(self, way, buffer, path):
-        name = os.path.basename(path)
-        kind = "state" if name.startswith(("zero8-", "exp_avg")) else "weights"
-        kind = "gradient" if "gradient" in name else kind
-        self._counts[kind, way] = self._counts.get((kind, way), 0) + buffer.nbytes
-
-
-def count_bytes(engine):
-    """Return a dictionary that fills with (kind of file, way): bytes."""
-    counts = {}
-    swapper = swapper_of(engine)
-    for name in ("aio_handle", "read_aio_handle", "write_aio_handle"):
-        if hasattr(swapper, name):
-            setattr(swapper, name, CountBytes(getattr(swapper, name), counts))
-    return counts

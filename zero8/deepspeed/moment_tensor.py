@@ -109,11 +109,8 @@ class MomentTensor(torch.Tensor):
         """Pickle a dict of plain values and tensors; of a view, the decoded elements."""
         if not self.is_whole:
             return self.dense().__reduce_ex__(protocol)
-        buffers = self.store.buffers
-        header = {**moment_description(self.store), "hash": _hash_of(buffers)}
-        content = {HEADER: header, **dict(zip(BUFFERS, buffers, strict=True))}
         # torch.load with weights_only knows no other dict by name.
-        return OrderedDict, (), None, None, iter(content.items())
+        return OrderedDict, (), None, None, iter(pickled(self).items())
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -134,6 +131,13 @@ class MomentTensor(torch.Tensor):
 def moments_in(state: Mapping[str, Any]) -> dict[str, MomentTensor]:
     """Return the moments of a parameter's state by name; none of a state that is not ZeRO's."""
     return {name: x for name, x in state.items() if isinstance(x, MomentTensor)}
+
+
+def pickled(moment: MomentTensor) -> dict[str, Any]:
+    """Return the dict as which a whole moment is pickled; it has the live buffers."""
+    buffers = moment.store.buffers
+    header = {**moment_description(moment.store), "hash": _hash_of(buffers)}
+    return {HEADER: header, **dict(zip(BUFFERS, buffers, strict=True))}
 
 
 def _may_write(func, args: tuple, kwargs: dict) -> bool:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer states of ZeRO-3 on a local disk: DeepSpeed's swappers, for 8-bit states.
+"""Optimizer states of ZeRO-3 on a local disk, beside DeepSpeed's swappers.
 
-DeepSpeed's own assume that every state tensor has the master weights' dtype and length, so they
-cannot carry codes.  These leave master weights and gradients to DeepSpeed and keep the whole state
-of a sub-group in one file (`zero8.deepspeed.swap_file`).  They use DeepSpeed's aio handles, and
-swap one sub-group at a time or in a pipeline, as DeepSpeed does.  Between a swap-out and the next
-swap-in `optimizer.state` has only entries of other code: another sub-group may use the page-locked
-buffer.
+DeepSpeed's assume that every state tensor has the master weights' dtype and length, so they cannot
+carry codes.  These leave master weights and gradients to DeepSpeed, and keep the state of each
+sub-group in a file of its own (`zero8.deepspeed.swap_file`), which is read and written through the
+page cache: the kernel reads ahead, and writes back while the optimizer steps other sub-groups.
+Between a swap-out and the next swap-in `optimizer.state` has only entries of other code.
 """
 
 import os
-import weakref
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
@@ -18,14 +18,16 @@ from deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper import Partitio
 from deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper import PipelinedOptimizerSwapper
 from torch import Tensor
 
-from zero8.deepspeed import swap_file, swap_io
+from zero8.deepspeed import swap_file
 from zero8.deepspeed.flat_state import FlatPartition
-from zero8.deepspeed.moment_tensor import moments_in
+from zero8.deepspeed.moment_tensor import MomentTensor, moments_in
 from zero8.deepspeed.seam import overrides
-from zero8.deepspeed.swap_file import BLOCK_BYTES, Layout, SwapHeader
-from zero8.deepspeed.swap_io import Buffer, BufferPool, CheckedHandle
 from zero8.environment.agree import raise_together, raise_together_quickly
+from zero8.spec.algorithms import algorithm_called
 from zero8.state.entries import is_new, others_in
+from zero8.state.memory import new_memory
+from zero8.state.store import MomentStore
+from zero8.state.table import PieceTable
 
 _SWAP = "deepspeed.runtime.swap_tensor"
 SWAPPER = f"{_SWAP}.optimizer_utils:OptimizerSwapper"
@@ -33,33 +35,79 @@ PARTITIONED = f"{_SWAP}.partitioned_optimizer_swapper:PartitionedOptimizerSwappe
 PIPELINED = f"{_SWAP}.pipelined_optimizer_swapper:PipelinedOptimizerSwapper"
 
 
-class SwapsStates(OptimizerSwapper):
-    """The part that both swappers share.
+class ReservingHandle:
+    """DeepSpeed's aio handle, which tells nobody of a full disk: blocks are allocated before."""
 
-    A state is in its file; or being read into a buffer (`_arriving`); or in `optimizer.state`, in a
-    buffer (`_resident`) or, before its first swap-out, in memory of its own.
-    """
+    def __init__(self, handle):
+        """Wrap a handle that has no transfer under way."""
+        self._handle, self._pending = handle, 0
+
+    def __getattr__(self, name: str):
+        """Forward other attributes."""
+        return getattr(self._handle, name)
+
+    def async_pread(self, *args):
+        """Begin to read."""
+        failed = self._handle.async_pread(*args)
+        self._pending += not failed
+        return failed
+
+    def async_pwrite(self, buffer: Tensor, path: str, offset: int):
+        """Begin to write; raise OSError if the disk is full."""
+        swap_file.reserve(path, offset + buffer.nbytes)
+        failed = self._handle.async_pwrite(buffer, path, offset)
+        self._pending += not failed
+        return failed
+
+    def wait(self) -> int:
+        """Wait for all transfers begun, and return their number."""
+        self._pending = 0
+        return self._handle.wait()
+
+    def drain(self) -> None:
+        """Wait for them, if any: the process crashes if a handle is destroyed with some."""
+        if self._pending:
+            self.wait()
+
+
+class OnDisk(NamedTuple):
+    """What the optimizer knows of a state that is swapped out."""
+
+    like: tuple[MomentStore, ...]  # on the meta device
+    correction_numel: int
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> "OnDisk":
+        """Return the description of a state."""
+        like = [x.store.with_buffers(lambda t: t.to("meta")) for x in moments_in(state).values()]
+        correction = state.get("param_correction")
+        return cls(tuple(like), 0 if correction is None else correction.numel())
+
+
+class SwapsStates(OptimizerSwapper):
+    """What both swappers do for states."""
 
     has_agreed = False  # whether the other ranks know already why a step raises
+    _in_step = False
 
-    def _begin(self) -> None:
-        """Finish the constructor; raise OSError on all ranks if another process has a folder."""
+    def __init__(self, **kwargs):
+        """Take DeepSpeed's arguments; raise OSError on all ranks if one's folder is in use."""
+        super().__init__(**kwargs)
+        names = [name for name in vars(self) if name.endswith("aio_handle")]
+        self._handles = {id(one): ReservingHandle(one) for one in map(vars(self).get, names)}
+        for name in names:
+            setattr(self, name, self._handles[id(getattr(self, name))])
+        self.gradient_swapper.aio_handle = self.aio_handle
         error = None
         try:
-            swap_io.lock(self.swap_folder)
+            swap_file.lock(self.swap_folder)
         except OSError as caught:
             error = caught
         raise_together(error, "keep optimizer states on NVMe")
         for kind in self.kinds:
             kind.before_exchange = self.agree
-        parallelism = self.aio_config["intra_op_parallelism"]
-        self._alignment_bytes = BLOCK_BYTES * parallelism
-        self._pool = BufferPool(self.aio_handle)
-        self._layouts: dict[str, Layout] = {}
-        self._arriving: dict[str, tuple[Buffer, Tensor]] = {}
-        self._resident: dict[str, Buffer] = {}
-        self._written: dict[str, SwapHeader] = {}  # the header last written to each file
-        self.print_exclude_list += ["_pool", "_layouts", "_arriving", "_resident", "_written"]
+        # What was last written to each file; None: files of a checkpoint, whatever they are.
+        self._written: dict[str, swap_file.Mark | None] = {}
 
     def state_path(self, parameter: Tensor, folder: str | None = None) -> str:
         """Return the name of the file of a sub-group's state."""
@@ -72,20 +120,23 @@ class SwapsStates(OptimizerSwapper):
         size = self._io_aligned_numel(info.numel()) * self.swap_element_size
         return os.path.join(folder, os.path.basename(weights)), size
 
-    def planned_layout(self, parameter: Tensor) -> Layout:
-        """Return the layout that the file of a sub-group's state will have."""
-        self._set_dtype(parameter)
-        numel = self.swap_params_info[parameter.ds_id].numel()
-        kind = self._kind_of(parameter)
-        table, settings = kind.table(parameter, numel), kind.settings
-        correction_numel = numel if settings.corrects(parameter) else 0
-        return Layout(kind.algorithm, settings.codec, table, correction_numel)
+    def table(self, parameter: Tensor) -> PieceTable:
+        """Return the segment table of a sub-group, which may be swapped out."""
+        return self.kinds[0].table(parameter, self.swap_params_info[parameter.ds_id].numel())
 
-    def _kind_of(self, parameter: Tensor) -> FlatPartition:
-        """Return the kind of a sub-group's state, which may be swapped out."""
+    def begin(self, parameter: Tensor) -> None:
+        """Write the state of a sub-group before its first step, over any file of an earlier run."""
+        self._set_dtype(parameter)
+        table = self.table(parameter)
         group = self.optimizer.param_groups[self.kinds[0].group_number(parameter)]
         algorithm = self.optimizer.algorithm_of(group)
-        return next(kind for kind in self.kinds if kind.algorithm is algorithm)
+        settings = next(kind.settings for kind in self.kinds if kind.algorithm is algorithm)
+        stores = [MomentStore.zeros(settings.codec, rule, table) for rule in algorithm.moments]
+        state = {"step": 0, **new_memory(algorithm)}
+        state |= {store.name: MomentTensor(store) for store in stores}
+        if settings.corrects(parameter):
+            state["param_correction"] = torch.zeros(table.numel, dtype=torch.int8, device="cpu")
+        self._save(parameter, state)
 
     @property
     def kinds(self) -> list[FlatPartition]:
@@ -106,25 +157,102 @@ class SwapsStates(OptimizerSwapper):
         self.has_agreed = True
         raise_together_quickly(error, "swap its optimizer states during a step")
 
-    def reserve(self, parameter: Tensor) -> None:
-        """Reserve the disk space for a sub-group's state, and size the buffers for it."""
-        num_bytes = self.planned_layout(parameter).file_bytes(self._alignment_bytes)
-        swap_io.reserve(self.state_path(parameter), num_bytes)
-        self._pool.size_bytes = max(self._pool.size_bytes, num_bytes)
+    def drain(self) -> None:
+        """Wait for all transfers that are under way."""
+        for handle in self._handles.values():
+            handle.drain()
 
-    @overrides(SWAPPER)
-    def _create_param_swap_info(self, parameter, numel):
-        self._write_empty(parameter)  # over a file of an earlier run
-        return super()._create_param_swap_info(parameter, numel)
-
-    def _write_empty(self, parameter: Tensor) -> None:
-        path = self.state_path(parameter)
-        self._written[parameter.ds_id] = swap_file.write_empty(path, self._alignment_bytes)
+    def _save(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        self._written[parameter.ds_id] = swap_file.save(self.state_path(parameter), state)
 
     def expect_other_files(self) -> None:
         """Accept files that this run did not write, such as a checkpoint's."""
-        self._written.clear()
+        self._written = dict.fromkeys(self._written)
         self.optimizer.weight_sums.forget()
+
+    def _set_dtype(self, parameter: Tensor) -> None:
+        # DeepSpeed leaves an empty float32 tensor for released weights, but relies on their dtype.
+        if parameter.dtype != self.dtype:
+            parameter.data = torch.empty(0, dtype=self.dtype, device=parameter.device)
+
+    def _read(self, parameter: Tensor) -> None:
+        """Give the optimizer the state in the file, unless `load_state_dict` has set one."""
+        if parameter.ds_id not in self._written:
+            return  # DeepSpeed is still making its optimizer
+        if not is_new(self.optimizer.state.get(parameter, {})):
+            return
+        mark = self._written[parameter.ds_id]
+        state = swap_file.load(self.state_path(parameter), mark)
+        if mark is None:  # codec, block size or policy may differ from ours
+            state = self.optimizer.adopted(parameter, state, None)
+        elif "param_correction" in state:
+            self.optimizer.weight_sums.moved(parameter, state["param_correction"])
+        self.optimizer.state[parameter].update(state)
+        self.optimizer.on_disk.pop(parameter, None)
+
+    def _write(self, parameter: Tensor) -> None:
+        """Write the state that the optimizer has, if any, or that before the first step."""
+        if parameter.ds_id not in self._written:
+            return
+        state = self.optimizer.state.get(parameter, {})
+        if is_new(state):
+            self.begin(parameter)
+            return
+        kind = self.optimizer.kind_of(parameter, state)
+        # Encodes moments that were loaded in float32, and resets the memory of written ones.
+        kind.moments(parameter, state, None)
+        others = others_in(state, kind.algorithm)
+        ours = {key: value for key, value in state.items() if key not in others}
+        self._save(parameter, ours)
+
+    def _forget(self, parameter: Tensor) -> None:
+        """Drop a state from memory; changes since the last swap-out are lost."""
+        state = self.optimizer.state.pop(parameter, {})
+        if not is_new(state):
+            self.optimizer.on_disk[parameter] = found = OnDisk.of(state)
+            state = others_in(state, algorithm_called(found.like[0].rule.algorithm))
+        if state:
+            self.optimizer.state[parameter] = state
+
+    # --- In DeepSpeed's place --------------------------------------------------------------------
+
+    @overrides(PARTITIONED)
+    @overrides(PIPELINED)
+    def swap_in_optimizer_state(self, parameter, async_parameter=None):
+        """Read a sub-group's weights, gradients and state, and begin to read another's."""
+        self._in_step = async_parameter is not None
+        self._set_dtype(parameter)
+        if async_parameter is not None:
+            self._set_dtype(async_parameter)
+            swap_file.will_need(self.state_path(async_parameter))
+        super().swap_in_optimizer_state(parameter, async_parameter)
+        self._read(parameter)
+
+    @overrides(PARTITIONED)
+    @overrides(PIPELINED)
+    def swap_out_optimizer_state(self, parameter, async_swap=False):
+        """Write a sub-group's weights and state; within a step, asynchronously."""
+        self._write(parameter)
+        # Outside of a step nothing would wait for the write before the file is read.
+        super().swap_out_optimizer_state(parameter, async_swap and self._in_step)
+        self.swap_params_info[parameter.ds_id].release_memory()
+        self._forget(parameter)
+
+    @overrides(PARTITIONED)
+    @overrides(PIPELINED)
+    def writeback_optimizer_state_and_gradients(self, parameter, write_opt_state, write_gradients):
+        """Write the state or gradients, and release a sub-group's memory."""
+        if write_opt_state:
+            self._write(parameter)
+        super().writeback_optimizer_state_and_gradients(parameter, write_opt_state, write_gradients)
+        self._forget(parameter)
+
+    @overrides(PARTITIONED)
+    @overrides(PIPELINED)
+    def release_swap_buffers(self, parameter):
+        """Release a sub-group's memory; changes since the last swap-out are lost."""
+        super().release_swap_buffers(parameter)
+        self._forget(parameter)
 
     @overrides(SWAPPER)
     def _get_state_tensors(self, parameter):
@@ -146,208 +274,9 @@ class SwapsStates(OptimizerSwapper):
         # Parts too small for a file are kept in memory until the step: clones, not views.
         return [t if self.is_swappable_tensor(tensor=t) else t.clone() for t in cut], offsets
 
-    def _is_swapped(self, parameter: Tensor) -> bool:
-        return parameter.ds_id in self.swap_params_info
-
-    def _set_dtype(self, parameter: Tensor) -> None:
-        # DeepSpeed leaves an empty float32 tensor for released weights, but relies on their dtype.
-        if parameter.dtype != self.dtype:
-            parameter.data = torch.empty(0, dtype=self.dtype, device=parameter.device)
-
-    # --- In --------------------------------------------------------------------------------------
-
-    def _begin_read(self, handle, parameter: Tensor) -> int:
-        """Begin to read a state, and return the number of transfers begun."""
-        path = self.state_path(parameter)
-        if not is_new(self.optimizer.state.get(parameter, {})):
-            return 0  # load_state_dict has set it; it is newer than the file
-        size = os.stat(path).st_size
-        if not size or size % self._alignment_bytes:
-            raise ValueError(
-                f"{path}: got {size} bytes, expected a multiple of {self._alignment_bytes}; it was "
-                'cut short, or written with another "intra_op_parallelism"'
-            )
-        buffer = self._pool.take(size)
-        self._arriving[parameter.ds_id] = buffer, buffer.memory[:size]
-        handle.async_pread(buffer.memory[:size], path, 0)
-        return 1
-
-    def _install(self, parameter: Tensor) -> None:
-        """Give the optimizer the state that was read."""
-        key, path = parameter.ds_id, self.state_path(parameter)
-        if key not in self._arriving:
-            return
-        buffer, memory = self._arriving.pop(key)
-        known = self._layouts.get(key)
-        found = None
-        try:
-            found = swap_file.unpack(memory, path, known, self._written.get(key))
-        finally:
-            if found is None:
-                self._pool.give_back(buffer)
-        if found is None:
-            return
-        state, layout = found
-        buffer.users += [weakref.ref(moment.store) for moment in moments_in(state).values()]
-        if layout is known:
-            self._resident[key] = buffer
-            if layout.correction_numel:
-                self.optimizer.weight_sums.moved(parameter, state["param_correction"])
-            self._hand_over(parameter, state)
-            return
-        # A checkpoint's file: codec, block size or policy may differ from ours.
-        state = self.optimizer.adopted(parameter, state, None)
-        self._layouts[key] = Layout.of_state(state)
-        self._hand_over(parameter, state)
-        self._pool.give_back(buffer)
-
-    def _hand_over(self, parameter: Tensor, state: dict) -> None:
-        self.optimizer.state[parameter].update(state)
-        self.optimizer.on_disk.pop(parameter, None)
-
-    # --- Out -------------------------------------------------------------------------------------
-
-    def _begin_write(self, handle, parameter: Tensor) -> int:
-        """Begin to write a state from its buffer, and return the number of transfers begun."""
-        key, path = parameter.ds_id, self.state_path(parameter)
-        state = self.optimizer.state.get(parameter, {})
-        if is_new(state):
-            self._write_empty(parameter)
-            self.optimizer.on_disk.pop(parameter, None)
-            return 0
-        kind = self.optimizer.kind_of(parameter, state)
-        # Encodes moments that were loaded in float32, and resets the memory of written ones.
-        kind.moments(parameter, state, None)
-        layout, left = self._layouts.get(key), None
-        if layout != (found := Layout.of_state(state)):
-            layout = self._layouts[key] = found
-            left = self._resident.pop(key, None)
-        size = layout.file_bytes(self._alignment_bytes)
-        if key not in self._resident:
-            self._resident[key] = self._pool.take(size)
-        memory = self._resident[key].memory[:size]
-        self._written[key] = swap_file.pack(state, layout, memory)
-        if left is not None:
-            self._pool.give_back(left)
-        if os.stat(path).st_size > size:
-            os.truncate(path, size)
-        handle.async_pwrite(memory, path, 0)
-        return 1
-
-    def _forget(self, parameter: Tensor) -> Buffer | None:
-        """Drop a state from memory; return its buffer, which a write may still be using."""
-        state = self.optimizer.state.pop(parameter, {})
-        if not is_new(state):
-            self.optimizer.on_disk[parameter] = layout = self._layouts[parameter.ds_id]
-            state = others_in(state, layout.algorithm)
-        if state:
-            self.optimizer.state[parameter] = state
-        return self._resident.pop(parameter.ds_id, None)
-
-    @overrides(PARTITIONED)
-    @overrides(PIPELINED)
-    def release_swap_buffers(self, parameter):
-        """Release a sub-group's memory; changes since the last swap-out are lost."""
-        super().release_swap_buffers(parameter)
-        if self._is_swapped(parameter):
-            self._release(parameter)
-
-    def _release(self, parameter: Tensor) -> None:
-        buffer = self._forget(parameter)
-        if buffer is not None:
-            self._pool.give_back(buffer)
-
-
-class PartitionedSwapper(SwapsStates, PartitionedOptimizerSwapper):
-    """Swaps one sub-group at a time: in, step, out."""
-
-    def __init__(self, **kwargs):
-        """Take the arguments of DeepSpeed's swapper."""
-        super().__init__(**kwargs)
-        self.aio_handle = CheckedHandle(self.aio_handle)
-        self.gradient_swapper.aio_handle = self.aio_handle
-        self._begin()
-
-    @overrides(PARTITIONED)
-    def swap_in_optimizer_state(self, parameter, async_parameter=None):
-        """Read weights, gradients and state of a sub-group."""
-        if self._is_swapped(parameter):
-            self._set_dtype(parameter)
-        super().swap_in_optimizer_state(parameter, async_parameter)
-
-    @overrides(PARTITIONED)
-    def _swap_in_parameter(self, aio_handle, parameter, dest_buffers):
-        self._begin_read(aio_handle, parameter)
-        super()._swap_in_parameter(aio_handle, parameter, dest_buffers)  # waits for both
-        self._install(parameter)
-
-    @overrides(PARTITIONED)
-    def _swap_out_optimizer_state(self, swap_info):
-        super()._swap_out_optimizer_state(swap_info)
-        if self._begin_write(self.aio_handle, swap_info.tensors[0].compute_tensor):
-            self.aio_handle.wait()
-
-
-class PipelinedSwapper(SwapsStates, PipelinedOptimizerSwapper):
-    """Reads the next sub-group and writes the previous one while the optimizer steps one."""
-
-    def __init__(self, **kwargs):
-        """Take the arguments of DeepSpeed's swapper."""
-        super().__init__(**kwargs)
-        self.read_aio_handle = CheckedHandle(self.read_aio_handle)
-        self.write_aio_handle = CheckedHandle(self.write_aio_handle)
-        self.aio_handle = self.gradient_swapper.aio_handle = self.write_aio_handle
-        self._in_step = False
-        self._begin()
-
-    @overrides(PIPELINED)
-    def swap_in_optimizer_state(self, parameter, async_parameter):
-        """Read a sub-group's weights, gradients and state, and begin to read another's."""
-        super().swap_in_optimizer_state(parameter, async_parameter)
-        if self._is_swapped(parameter):
-            self._install(parameter)
-        self._in_step = async_parameter is not None
-
-    @overrides(PIPELINED)
-    def swap_out_optimizer_state(self, parameter, async_swap):
-        """Write a sub-group's weights and state; within a step, asynchronously."""
-        # Outside of a step nothing would wait for the write before the file is read.
-        super().swap_out_optimizer_state(parameter, async_swap and self._in_step)
-
-    @overrides(PIPELINED)
-    def writeback_optimizer_state_and_gradients(self, parameter, write_opt_state, write_gradients):
-        """Write the state or gradients, and release a sub-group's memory."""
-        super().writeback_optimizer_state_and_gradients(parameter, write_opt_state, write_gradients)
-        self._release(parameter)
-
-    @overrides(PIPELINED)
-    def _swap_in_optimizer_state(self, aio_handle, parameter):
-        if not self._is_swapped(parameter):
-            return None
-        self._set_dtype(parameter)
-        count = self._begin_read(aio_handle, parameter)
-        op = super()._swap_in_optimizer_state(aio_handle, parameter)
-        op.num_ops += count
-        return op
-
-    @overrides(PIPELINED)
-    def _swap_out_optimizer_state(self, aio_handle, parameter, swap_in_op):
-        op = super()._swap_out_optimizer_state(aio_handle, parameter, swap_in_op)
-        op.num_ops += self._begin_write(aio_handle, parameter)
-        op.state_buffer = self._forget(parameter)
-        op.param_info.release_memory()
-        return op
-
-    @overrides(PIPELINED)
-    def _complete_swap_out(self, swap_out_type):
-        buffer = self.swap_ops[swap_out_type].state_buffer
-        super()._complete_swap_out(swap_out_type)
-        if buffer is not None:
-            self._pool.give_back(buffer)
-
 
 OURS = {
-    PartitionedOptimizerSwapper: PartitionedSwapper,
-    PipelinedOptimizerSwapper: PipelinedSwapper,
+    theirs: type(f"Swaps8bit{theirs.__name__}", (SwapsStates, theirs), {})
+    for theirs in (PartitionedOptimizerSwapper, PipelinedOptimizerSwapper)
 }
 """Our swappers, by DeepSpeed's in whose place they are made."""

@@ -58,7 +58,7 @@ def make_swapper(original: type, *args: Any, **kwargs: Any) -> Any:
     optimizer=lambda _, optimizer: optimizer,
 )
 def configure_zero(original: Callable, engine: Any, optimizer: Any) -> Any:
-    """Reserve the disk space for all states, so that a full disk raises before the first step.
+    """Write all states, so that a full disk raises before the first step.
 
     Raises OSError on all ranks, if one has no room; it names the file.
     """
@@ -66,7 +66,7 @@ def configure_zero(original: Callable, engine: Any, optimizer: Any) -> Any:
     if is_swapping(zero):
         try:
             for parameter in _swapped(zero):
-                zero.optimizer_swapper.reserve(parameter)
+                zero.optimizer_swapper.begin(parameter)
         except OSError as caught:
             error = caught
         raise_together_quickly(error, "take the disk space for its optimizer states")
@@ -90,7 +90,8 @@ def step(original: Callable, zero: Any, *args: Any, **kwargs: Any) -> Any:
     zero.optimizer_swapper.has_agreed = False
     try:
         return original(zero, *args, **kwargs)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of any class, as the others wait
+        zero.optimizer_swapper.drain()
         if not zero.optimizer_swapper.has_agreed:
             zero.optimizer_swapper.raise_on_all(error)
         raise
@@ -205,12 +206,11 @@ def _check_files(swapper: "SwapsStates", parameter: Tensor, folder: str) -> None
             f"{weights}: got {Path(weights).stat().st_size} bytes of master weights, expected "
             f"{expected}; was it cut short, or saved by another model, world size or precision?"
         )
-    found = swap_file.read_whole(path)
-    if found is not None:
-        state, layout = found
-        try:
-            for moment in moments_in(state).values():
-                moment.store.check_values()
-            check_places(layout.table, swapper.planned_layout(parameter).table)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+    state = swap_file.load(path)
+    try:
+        stores = [moment.store for moment in moments_in(state).values()]
+        for store in stores:
+            store.check_values()
+        check_places(stores[0].table, swapper.table(parameter))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error

@@ -100,8 +100,9 @@ class ZeroSource(Source):
     def _fragments_in(self, file: Path) -> Iterator[Fragment]:
         """Yield the fragments of a file."""
         if not STATES.fullmatch(file.name):
-            if found := swap_file.read_whole(str(file), self.path):
-                yield from _of_partition(file, found[0], None)
+            with damage_in(file):
+                state = swap_file.checked(load(file, self.path))
+            yield from _of_partition(file, state, None)
             return
         zero = self._zero(file)
         with damage_in(file):
