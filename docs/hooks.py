@@ -35,6 +35,8 @@ OTHERS = (
         )
     ),
     "configs/README.md",
+    "docs/pictures/block_dark.png",
+    "docs/pictures/block_light.png",
     "docs/site.css",
     "launch/README.md",
 )
