@@ -29,7 +29,7 @@ from places import GOLDEN
 
 import zero8
 from zero8.checkpoint.read.open import open_checkpoint
-from zero8.deepspeed import moment_tensor
+from zero8.deepspeed import moment_tensor, swap_file
 from zero8.deepspeed.flat_state import FlatPartition
 from zero8.deepspeed.moment_tensor import BUFFERS, HEADER, MomentTensor
 from zero8.state.table import PieceTable
@@ -240,6 +240,30 @@ def damaged_zip(data: bytes, chance: random.Random) -> bytes:
     return file.getvalue()
 
 
+def damaged_swap(data: bytes, chance: random.Random) -> bytes:
+    """Return a file of a state on NVMe that is damaged, and whose hashes are right."""
+    saved = torch.load(io.BytesIO(data), weights_only=True)
+    moment = saved[chance.choice(("exp_avg", "exp_avg_sq"))]
+    numbers = [-1, 0, 1, 64, 1.5, float("nan"), float("inf"), 2**62, 2**70, "x", None]
+    kind, name = chance.random(), chance.choice(BUFFERS)
+    if kind < 0.5 and moment[name].numel():
+        flat = moment[name].view(-1)
+        extremes = EXTREMES if flat.dtype.is_floating_point else (0, 1, 127, 128, 255)
+        flat[chance.randrange(len(flat))] = chance.choice(extremes)
+        if chance.random() < 0.3:
+            moment[name] = flat[:-1].clone()
+    elif kind < 0.8:
+        target = chance.choice([moment[HEADER], *moment[HEADER]["pieces"]])
+        target[chance.choice(list(target))] = chance.choice(numbers)
+    else:
+        saved[chance.choice(("step", "history"))] = chance.choice(numbers)
+    moment[HEADER]["hash"] = moment_tensor._hash_of([moment[one] for one in BUFFERS])
+    saved[swap_file.HASH] = swap_file.hash_of(saved)
+    file = io.BytesIO()
+    torch.save(saved, file)
+    return file.getvalue()
+
+
 # --- Damages of values ---------------------------------------------------------------------------
 
 
@@ -414,7 +438,9 @@ def reader(name: str, victims: str = ""):
         files = dict(contents(name))
         victim = chance.choice([key for key in files if victims in key])
         data = files[victim]
-        if victim == ".metadata" and chance.random() < 0.6:
+        if victim.endswith(".swp") and chance.random() < 0.8:
+            change = damaged_swap
+        elif victim == ".metadata" and chance.random() < 0.6:
             change = damaged_pickle
         elif data[:2] == b"PK" and "distcp" not in victim and chance.random() < 0.7:
             change = damaged_zip

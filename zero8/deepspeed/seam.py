@@ -69,7 +69,7 @@ class Seam:
         name: its name there.
         parameters: the parameters that zero8 relies on.
         without: what would happen without the patch; empty if zero8 only calls or overrides it.
-        patch: what takes its place; None for a list, and without a patch.
+        patch: what takes its place; None for lists and tables, and without a patch.
         optimizer: gets the arguments of a call, and returns the optimizer that must be ours; None:
             the patch decides.
         is_early: whether the import of DeepSpeed patches it.
@@ -135,7 +135,7 @@ class Seam:
         found = self.found()
         if found is None:
             return "missing"
-        if isinstance(found, list):  # of classes
+        if isinstance(found, list | dict):  # a list of classes, a table of builders
             is_patched = any("zero8" in repr(entry) for entry in found)
         else:
             is_patched = getattr(found, "__globals__", {}).get("__name__") == __name__
