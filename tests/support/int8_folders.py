@@ -4,10 +4,13 @@
 from pathlib import Path
 
 import torch
+from fsdp_worker import start
 from int8_weights import int8_param
 from small_optimizers import param, set_grads
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from zero8 import Adam8bitBlockwise
 
@@ -35,3 +38,20 @@ def save(folder: Path, content: dict) -> Path:
     """Write a folder by one process."""
     dcp.save(content, checkpoint_id=folder, no_dist=True)
     return folder
+
+
+def save_cut(folder: Path, cut: list[str]) -> None:
+    """Write a folder by all ranks, with some of codes, scales and moments cut between rows."""
+    start()
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+
+    def rows_of(values: object) -> object:
+        is_cut = isinstance(values, Tensor) and len(values) == SHAPE[0]
+        return distribute_tensor(values, mesh, [Shard(0)]) if is_cut else values
+
+    _, content = trained()
+    model, states = content["model"], content["optimizer"]["state"]
+    model |= {key: rows_of(model[key]) for key in (CODES, SCALES) if key in cut}
+    if "moments" in cut:
+        states[NAME] = {key: rows_of(value) for key, value in states[NAME].items()}
+    dcp.save(content, checkpoint_id=folder)
