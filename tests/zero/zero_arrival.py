@@ -7,6 +7,7 @@ One rank; run by test_sanitized.py, in a process of its own.
 import copy
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from nests import difference
 from nvme_worker import make_tower, nvme_config, swapped_in, swapper_of
 from zero_worker import Bag, base_optimizer, config, make_engine, plain, take_step
 
-from zero8.deepspeed.moment_tensor import MomentTensor
+from zero8.deepspeed import swap_file
+from zero8.deepspeed.moment_tensor import HEADER, MomentTensor
 from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS
 from zero8.state.store import MomentStore
@@ -219,6 +221,50 @@ def tower(tmp_path_factory):
     return engine
 
 
+def headers(change):
+    """Change the headers of both moments in a file."""
+    return lambda saved: [change(saved[which][HEADER]) for which in MOMENTS]
+
+
+def each_piece(**values):
+    return headers(
+        lambda header: [piece.update(values) for piece in header["pieces"] if piece["block_size"]]
+    )
+
+
+def exchanged(saved):
+    saved["exp_avg"], saved["exp_avg_sq"] = saved["exp_avg_sq"], saved["exp_avg"]
+
+
+DISK = {
+    "blocks of 65536": (each_piece(block_size=65536), "damaged"),
+    "blocks of 2**62": (each_piece(block_size=2**62), "damaged"),
+    "other first": (each_piece(first=64), "other ranges|damaged"),
+    "another codec": (headers(lambda header: header.update(codec=1)), "damaged"),
+    "moments exchanged": (exchanged, "the whole exp_avg"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DISK)
+def test_zero3_nvme_file_that_was_crafted_is_fitted_or_refused(tower, name):
+    """The hash is right: whoever writes such a file can compute it."""
+    change, message = DISK[name]
+    zero, swapper = tower.optimizer, swapper_of(tower)
+    path = Path(swapper.state_path(zero.fp32_partitioned_groups_flat[0]))
+    data, written = path.read_bytes(), dict(swapper._written)
+    saved = torch.load(path, weights_only=True)
+    change(saved)
+    swapper.expect_other_files()  # as if a checkpoint had brought it
+    try:
+        torch.save(saved | {"hash": swap_file.hash_of(saved)}, path)
+        with pytest.raises(ValueError, match=message), swapped_in(zero, 0):
+            pass
+        zero._release_swap_buffers(0)
+    finally:
+        path.write_bytes(data)
+        swapper._written = written
+
+
 def test_zero3_nvme_state_assigned_while_it_is_in_memory_is_checked_before_it_is_written(tower):
     zero, swapper = tower.optimizer, swapper_of(tower)
     with swapped_in(zero, 1) as p:
@@ -229,6 +275,6 @@ def test_zero3_nvme_state_assigned_while_it_is_in_memory_is_checked_before_it_is
             state.clear()
             state.update(entries_of(good, change))
             with pytest.raises(ValueError, match=message):
-                swapper._begin_write(None, p)
+                swapper._write(p)
         state.clear()
         state.update(good)
