@@ -37,8 +37,8 @@ INSTALL_MISSING = missing=$$({ $(MISSING); } | xargs); \
     echo "zero8: missing on this machine; as root: apt-get install $$missing" >&2; exit 1; }
 
 .PHONY: help setup train bench fidelity maps gpu-check gpu-train test test-slow test-nightly \
-  test-multinode \
-  test-integrations test-full test-sanitizers arm-check fuzz fuzz-kernel soak lint docs wheel wheel-aarch64
+  test-multinode test-integrations test-full test-sanitizers arm-check fuzz fuzz-kernel soak lint \
+  docs wheel wheel-aarch64
 .NOTPARALLEL:
 
 help:
@@ -198,7 +198,7 @@ wheel: .venv/.wheel
 	$(RUN) -m auditwheel repair --wheel-dir dist $(WHEELS)/*.whl
 	mv $(WHEELS)/*.tar.gz dist
 
-# Of a Python with the tools of .venv/.wheel.
+# VENV_PYTHON needs the tools of .venv/.wheel, which `wheel` installs; a test has its own.
 wheel-aarch64:
 	CXX=aarch64-linux-gnu-g++ _PYTHON_HOST_PLATFORM=linux-aarch64 \
 	  CMAKE_ARGS="-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64" $(BUILD_WHEEL) --wheel

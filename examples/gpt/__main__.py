@@ -68,8 +68,7 @@ def main() -> None:
     help_text += "it, those of an earlier run of the optimizer there are deleted"
     add("--resume", action="store_true", help=help_text)
     add("--build", action="store_true", help="only compile what ranks would wait for")
-    help_text = "only compare the runs in OUT, which this command made, of the optimizer and of its"
-    help_text += " twin: a table, OUT/summary.json and OUT/loss.png"
+    help_text = "only compare both runs in OUT, made by COMMAND: OUT/summary.json, OUT/loss.png"
     add("--report", metavar="COMMAND", help=help_text)
     arguments = made.parse_args()
     is_of_fsdp2 = arguments.config.suffix == ".toml"
@@ -194,8 +193,8 @@ def memory(optimizer: torch.optim.Optimizer, device: torch.device) -> dict:
     sums = [sum(row[column] for row in some) for some in (in_few_bits, rows) for column in (0, 1)]
     sums += [sum(t.nbytes for t in plain_tensors(stepped)), stepped_numel]
     sums += [1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]
-    sums = [numbers.total(one, [None]) for one in sums]
-    own, own_numel, size, numel, weight, weight_numel, peak = sums
+    totals = (numbers.total(one, [None]) for one in sums)
+    own, own_numel, size, numel, weight, weight_numel, peak = totals
     on_gpu = device.type == "cuda"
     return {
         "weight_bytes_per_param": weight / weight_numel if weight_numel else None,
@@ -208,8 +207,8 @@ def memory(optimizer: torch.optim.Optimizer, device: torch.device) -> dict:
 
 
 def mean_over_ranks(total: float, count: int) -> float:
-    """Return the mean of values of which each rank holds a sum and a count."""
-    return numbers.total(total, [None]) / numbers.total(count, [None])
+    """Return the mean of values of which each rank holds a sum, and as many."""
+    return numbers.total(total, [None]) / (count * dist.get_world_size())
 
 
 def report(out: Path, optimizer: str, command: str) -> dict:
@@ -233,10 +232,9 @@ def report(out: Path, optimizer: str, command: str) -> dict:
         for run in ({**run, "state_mib": run["state_bytes"] / 2**20} for run in runs)
     ]
     print(tabulate(cells, [*columns], "plain", disable_numparse=True, stralign="right"))
-    fp32, ours = runs
-    gap = 100 * (ours["val_loss"] / fp32["val_loss"] - 1)
+    gap = 100 * (runs[1]["val_loss"] / runs[0]["val_loss"] - 1)
     print(f"validation loss of {optimizer} against {TWINS[optimizer]}: {gap:+.2f} %")
-    print(f"codec of {optimizer}: {ours['codec']}")
+    print(f"codec of {optimizer}: {runs[1]['codec']}")
     print(f"wrote {out / 'summary.json'} and {out / 'loss.png'}")
     return summary
 

@@ -114,12 +114,16 @@ class DeepSpeedEngine:
         self.module.save_checkpoint(str(folder), tag=f"global_step{steps}")
 
 
+def offload_device(config: dict) -> str:
+    """Return where a config of DeepSpeed's keeps the optimizer: "cpu", "nvme", or "none"."""
+    return config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none")
+
+
 def completed(config: dict, steps: int) -> dict:
     """Return a config with the schedule of so many steps, and what DeepSpeed wants for a twin."""
     params, others = dict(config["optimizer"]["params"]), {}
-    is_offloaded = "offload_optimizer" in config.get("zero_optimization", {})
     match config["optimizer"]["type"]:
-        case "AdamW" if torch.cuda.is_available() and not is_offloaded:
+        case "AdamW" if torch.cuda.is_available() and offload_device(config) == "none":
             # DeepSpeed's FusedAdam would need the CUDA toolkit that torch was built with.
             params["torch_adam"] = True
         case "SGD":  # torch's, which DeepSpeed has not tested under ZeRO
@@ -134,12 +138,11 @@ def build(config: dict) -> None:
     """Build the ops of a run under DeepSpeed before its ranks do, and print where they are."""
     from deepspeed.accelerator import get_accelerator
 
-    kind = config["optimizer"]["type"]
-    offload = config.get("zero_optimization", {}).get("offload_optimizer", {})
+    kind, device = config["optimizer"]["type"], offload_device(config)
     if kind in TWINS:
         kernel.module()
-    names = [BUILDERS[kind]] if kind in BUILDERS and offload else []
-    names += ["AsyncIOBuilder"] if offload.get("device") == "nvme" else []
+    names = [BUILDERS[kind]] if kind in BUILDERS and device != "none" else []
+    names += ["AsyncIOBuilder"] if device == "nvme" else []
     for name in names:
         builder = get_accelerator().create_op_builder(name)
         print(f"op {builder.name}: {builder.load(verbose=False).__file__}", flush=True)

@@ -5,6 +5,7 @@ kernel touches nothing.  test_sanitized.py runs this again with the sanitizers w
 
 import copy
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -176,7 +177,7 @@ def test_moment_assigned_that_does_not_fit_raises_and_changes_nothing(name, read
     params, optimizer = made()
     given, message = ASSIGNED[name]
     whole = {**optimizer.state[params["a"]], "exp_avg": torch.zeros(SHAPES["a"]), **given}
-    arrive = lambda: assign(params, optimizer, whole)  # noqa: E731
+    arrive = partial(assign, params, optimizer, whole)
     check_refused(params, optimizer, arrive, getattr(optimizer, read), message)
 
 
@@ -289,7 +290,7 @@ def test_state_dict_with_what_no_save_writes_is_refused_and_nothing_changes(name
     saved = copy.deepcopy(optimizer.state_dict())
     saved["param_groups"][0]["lr"] = 7.0
     change(saved)
-    use = lambda: optimizer.load_state_dict(saved)  # noqa: E731
+    use = partial(optimizer.load_state_dict, saved)
     check_refused(params, optimizer, None, use, message)
 
 

@@ -214,10 +214,17 @@ def test_write_of_a_value_that_a_moment_cannot_have_makes_its_block_nan(codec, w
 def test_long_moments_are_read_and_written_in_chunks(codec, monkeypatch):
     """Each element takes up to 110 bytes of temporaries; a chunk may be longer by two blocks."""
     numbers = []
+
+    def counting(original):
+        def counted(code, x, *rest):
+            numbers.append(len(x))
+            return original(code, x, *rest)
+
+        return counted
+
     monkeypatch.setattr(store, "CHUNK_NUMEL", 1024)
     for name, original in (("quantize", quantize), ("dequantize", dequantize)):
-        counted = lambda code, x, *rest, of=original: numbers.append(len(x)) or of(code, x, *rest)  # noqa: E731
-        monkeypatch.setattr(store, name, counted)
+        monkeypatch.setattr(store, name, counting(original))
     table = PieceTable((Piece(0, 1 << 16, 30, (1 << 10, 128), 1, 64, "p"),), 1 << 16)
     moment = MomentStore.zeros(codec_named(codec), ADAM.moment("exp_avg"), table)
     moment.write(0, spread_values("exp_avg", 1 << 16, 1))

@@ -410,3 +410,12 @@ def test_files_of_zero_give_their_weights_where_zero8_is_missing(standing_ranks,
         for path in (tmp_path / tag).glob("*.pt"):
             needed = torch.serialization.get_unsafe_globals_in_checkpoint(path)
             assert all(name.startswith("deepspeed.") for name in needed), needed
+
+
+def test_data_of_another_shape_is_refused_and_changes_nothing():
+    x = moment()
+    before = copies(x)
+    for values in (torch.ones(5), torch.ones(1)):
+        with pytest.raises(ValueError, match="for an 8-bit moment of 1424 elements"):
+            x.data = values
+    assert same(buffers(x), before)

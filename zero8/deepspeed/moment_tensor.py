@@ -87,7 +87,12 @@ class MomentTensor(torch.Tensor):
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        self.copy_(values.reshape(self.shape))
+        if values.shape != self.shape:
+            raise ValueError(
+                f"got data of shape {tuple(values.shape)} for an 8-bit moment of {self.numel()} "
+                "elements"
+            )
+        self.copy_(values)
 
     def dense(self) -> Tensor:
         """Return the decoded elements as a plain tensor."""

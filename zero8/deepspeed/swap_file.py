@@ -67,14 +67,12 @@ def load(path: str, expected: Mark | None = None) -> dict[str, Any]:
     """
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        state = checked(saved)
-    except Exception as error:
+        state, mark = checked(saved), Mark(saved["step"], saved[HASH])
+    except Exception as error:  # torch's reader raises many classes of damaged files
         if isinstance(error, OSError) and error.filename:
             raise
-        # torch's reader raises many classes, OSError too.
         message = (str(error).splitlines() or [""])[0]
         raise ValueError(f"{path}: damaged or cut short: {message}") from error
-    mark = Mark(saved["step"], saved[HASH])
     if expected not in (None, mark):
         raise ValueError(
             f"{path}: it is whole, but of step {mark.step} and not what this run wrote last, at "
