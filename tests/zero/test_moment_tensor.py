@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import safe_get_full_fp32_param
 from moment_samples import MOMENTS, NUMEL, buffers, copies, flipped_in, is_plain, moment, same
 from mutations import take_steps, zero_optimizer
@@ -404,12 +405,15 @@ def test_files_of_zero_give_their_weights_where_zero8_is_missing(standing_ranks,
     command = [sys.executable, "-c", WITHOUT, str(tmp_path), *LAYOUTS]
     done = run(command, 120, TORCH_DEVICE_BACKEND_AUTOLOAD="0", DS_ACCELERATOR="cpu")
     assert done.returncode == 0, done.stderr
+    # What this Python pickles DeepSpeed's enums by: their class; in Debian 12's 3.11.2 getattr.
+    of_enums = ZeroStageEnum.weights.__reduce_ex__(2)[0]
     for tag, expected in masters.items():
         found = torch.load(tmp_path / f"{tag}.weights", weights_only=True)
         assert all(torch.equal(found[name], values) for name, values in expected.items())
         for path in (tmp_path / tag).glob("*.pt"):
             needed = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-            assert all(name.startswith("deepspeed.") for name in needed), needed
+            ours = set(needed) - {f"{of_enums.__module__}.{of_enums.__qualname__}"}
+            assert all(name.startswith("deepspeed.") for name in ours), needed
 
 
 def test_data_of_another_shape_is_refused_and_changes_nothing():
