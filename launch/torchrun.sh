@@ -17,7 +17,9 @@ for count in "${slots[@]}"; do
   ((count == slots[0])) || die "$HOSTFILE: torchrun needs the same slots on every host"
 done
 read -ra more <<<"${LAUNCHER_ARGS:-}"
-command=(env)
+# By default all rounds of restarts share one store, in which a rank can find the address that its
+# peer had before (pytorch #135712); without it, each round has a new store.
+command=(env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
 for name in "${variables[@]}"; do
   command+=("$name=${!name}")
 done

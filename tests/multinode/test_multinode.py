@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each launcher on two hosts: trainings that resume on one, killed ranks, and lost hosts."""
 
+import sys
 import time
 from contextlib import suppress
 
@@ -86,7 +87,13 @@ def test_job_that_lost_a_host_ends(lab, job, launcher):
     ids=["torchrun", "slurm"],
 )
 def test_training_that_lost_a_rank_is_started_again(lab, job, out, launcher, env):
-    one = job(launcher, 2, *training(launcher, out, 40), **env)
+    late = lab.folder / "late_rank_0.sh"  # its peers must not find what it left in torchrun's store
+    late.write_text(
+        '#!/bin/sh\n[ "$RANK" != 0 ] || [ "$TORCHELASTIC_RESTART_COUNT" = 0 ] || sleep 8\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    late.chmod(0o755)
+    one = job(launcher, 2, *training(launcher, out, 40), PYTHON_EXEC=late, **env)
     one.wait_for(lambda: saved_step(out) >= EVERY)
     kill_rank(lab, "node1")
     assert one.status(START_S) == 0, one.output()
