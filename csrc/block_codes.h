@@ -33,11 +33,17 @@ bool decode_block(const Segment& seg, int k, const Block& b, float gain, const C
 }
 
 // Writes codes and scales of a moment's new values, which have zeros up to a whole vector, and may
-// be changed.  `range` is theirs, `settling` that of (C2').
+// be changed.  `magnitudes` are the largest, `settling` is that of (C2').
 template <class Code>
 void encode_block(const Segment& seg, int k, const Block& b, float settling, const CodecMaps& maps,
-                  const Range& range, float* x) {
+                  Vec::I magnitudes, float* x) {
   const Moment& moment = seg.moments[k];
+  Range range(Code::kSigned);
+  if constexpr (Code::kUsesOther) {
+    for_vectors(0, b.count,
+                [&](int i, auto) ZERO8_INLINE { range.add(Code::kSigned, Vec::load(x + i)); });
+  }
+  range.high = magnitudes;
   const typename Code::Encoder of_block(range, maps, {x, b.count, 0, b.count, settling},
                                         moment.scales + b.local * Code::kScales);
   uint8_t* codes = static_cast<uint8_t*>(moment.values) + b.begin;
@@ -63,7 +69,7 @@ void encode_block(const Segment& seg, int k, const Block& b, float settling, con
 struct BlockCode {
   bool (*decode)(const Segment&, int k, const Block&, float gain, const CodecMaps&, float* x);
   void (*encode)(const Segment&, int k, const Block&, float settling, const CodecMaps&,
-                 const Range&, float* x);
+                 Vec::I magnitudes, float* x);
 };
 template <class Code>
 constexpr BlockCode kBlockCode = {decode_block<Code>, encode_block<Code>};

@@ -9,6 +9,8 @@
 //       floats each block stores, 1 to kMaxScales; the code of exact 0; whether codes are in two's
 //       complement, and so to be loaded by Vec::load8s instead of Vec::load8; whether thresholds
 //       are used, and so is dither().
+//   kUsesOther
+//       Whether the scales depend on Range::other.
 //   kRaised, kLowered
 //       With fewer than 8 bits units.h makes bytes of codes, and codes of what the Encoder gives:
 //       it adds the one and subtracts the other.  Codes in two's complement get the upper bits of
@@ -169,11 +171,10 @@ struct Range {
   ZERO8_DEVICE explicit Range(bool is_signed = true)
       : high(Vec::seti(0)), other(Vec::seti(is_signed ? 0 : ~0u)) {}
 
-  // `is_signed` is known to the compiler.  Of signed values NaN counts only with kSeesNan.
-  template <bool kSeesNan = false>
+  // `is_signed` is known to the compiler.  Of signed values NaN does not count.
   ZERO8_DEVICE ZERO8_INLINE void add(bool is_signed, Vec::F x) {
     if (is_signed) {
-      high = kSeesNan ? Vec::maxu(high, Vec::magnitude_bits(x)) : Vec::max_magnitude(high, x);
+      high = Vec::max_magnitude(high, x);
       other = Vec::maxs(other, Vec::as_int(x));
     } else {
       high = Vec::maxu(high, Vec::as_int(x));

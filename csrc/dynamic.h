@@ -15,7 +15,7 @@ struct Dynamic {
   static constexpr bool kSigned = kIsSigned, kIsDithered = false;
   static constexpr int kScales = 1;
   static constexpr uint32_t kZeroCode = kSigned ? 127 : 0;
-  static constexpr bool kTwosComplement = false;
+  static constexpr bool kTwosComplement = false, kUsesOther = kSigned;
   static constexpr float kMinScale = kSigned ? 0x1p-105f : 0x1p-104f;
 
   ZERO8_DEVICE static const DynamicMap& map_of(const CodecMaps& maps) {

@@ -15,7 +15,7 @@ struct Fp8 {
   static constexpr bool kSigned = kIsSigned, kIsDithered = false;
   static constexpr int kScales = 1;
   static constexpr uint32_t kZeroCode = 0;
-  static constexpr bool kTwosComplement = false;
+  static constexpr bool kTwosComplement = false, kUsesOther = false;
   static constexpr float kTop = 448.0f;
   static constexpr float kMinScale = 0x1p-117f;
   // The place of a code in the pattern of a float, whose exponent has another bias.
@@ -23,7 +23,7 @@ struct Fp8 {
   static constexpr uint32_t kBias = (127 - 7) << 3;
   // The smallest normal code.  Those below count in the same unit as its octave.
   static constexpr uint32_t kFirstNormal = 8;
-  static constexpr float kSmallUnit = 0x1p-9f;
+  static constexpr float kFirstLevel = 0x1p-6f;
 
   struct Decoder {
     Vec::F scale;
@@ -33,11 +33,11 @@ struct Fp8 {
     template <class AnyVec>
     ZERO8_DEVICE ZERO8_INLINE Vec::F operator()(AnyVec& vec, Vec::I code) const {
       const Vec::I magnitude = kSigned ? Vec::andi(code, Vec::seti(127)) : code;
-      // The level of a normal code, from which others are so many units away.
-      const Vec::I normal = Vec::maxu(magnitude, Vec::seti(kFirstNormal));
-      const Vec::F base = Vec::as_float(Vec::shl<kShift>(Vec::addi(normal, Vec::seti(kBias))));
-      const Vec::F distance = Vec::to_float(Vec::subi(magnitude, normal));
-      const Vec::F level = Vec::fma_far(distance, Vec::set(kSmallUnit), base);
+      const Vec::I pattern = Vec::shl<kShift>(Vec::addi(magnitude, Vec::seti(kBias)));
+      const Vec::F normal = Vec::as_float(pattern);
+      // Below the normal codes the level is less, and the difference to the first one counts twice.
+      const Vec::F small = Vec::fma_far(normal, Vec::set(2.0f), Vec::set(-kFirstLevel));
+      const Vec::F level = Vec::min(normal, small);
       return vec.mul(level, kSigned ? Vec::negated(scale, Vec::shl<24>(code)) : scale);
     }
   };

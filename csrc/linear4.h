@@ -19,7 +19,7 @@ struct Linear4 {
   static constexpr uint32_t kZeroCode = 0, kRaised = kSigned ? 0 : 1;
   // The encoder gives places in the map, of which that of 0 has code 0, or bytes.
   static constexpr uint32_t kLowered = kSigned ? 7 : 1;
-  static constexpr bool kTwosComplement = false;
+  static constexpr bool kTwosComplement = false, kUsesOther = kSigned;
   static constexpr float kMinScale = kSigned ? 0x1p-118f : 0x1p-122f;
 
   struct Decoder {
@@ -56,8 +56,9 @@ struct Linear4 {
         const Vec::F sixteenths = Vec::fma_far(n, Vec::set(16.0f), Vec::set(0.5f));
         return Vec::maxs(Vec::truncate(sixteenths), Vec::seti(1));
       }
-      Vec::I code = Vec::seti(0);
-      for (int k = 0; k < 4; ++k) {
+      const Vec::F middle = Vec::set(map->thresholds[0][0]);
+      Vec::I code = Vec::incremented(Vec::seti(0), Vec::not_below(n, middle));
+      for (int k = 1; k < 4; ++k) {
         const Vec::Mask is_upper = Vec::not_below(n, Vec::look_up8(map->thresholds[k], code));
         code = Vec::incremented(Vec::addi(code, code), is_upper);
       }

@@ -36,7 +36,7 @@ struct SignedLog {
   static constexpr int kScales = 1;
   static constexpr uint32_t kZeroCode = 0;
   static constexpr uint32_t kRaised = 0, kLowered = 0;
-  static constexpr bool kTwosComplement = true;
+  static constexpr bool kTwosComplement = true, kUsesOther = false;
   using Narrow = Octaves<4, kBits - 3>;
   using Wide = Octaves<8, kBits - 4>;
   static constexpr float kJoint = 0.75f;  // (C3) of `joint`
@@ -194,7 +194,7 @@ struct Log {
   static constexpr bool kSigned = false, kIsDithered = true;
   static constexpr int kScales = 2;
   static constexpr uint32_t kZeroCode = 0, kRaised = 0, kLowered = 0;
-  static constexpr bool kTwosComplement = false;
+  static constexpr bool kTwosComplement = false, kUsesOther = true;
   static constexpr int32_t kMinSpan = 2 << 23, kMaxSpan = 28 << 23;
   static constexpr uint32_t kNormalBits = 0x00800000, kLowestBits = kNormalBits + 16;
   static constexpr uint32_t kTop = (1u << kBits) - 1;

@@ -336,7 +336,7 @@ struct Gradient {
         grad_sign(Vec::set(sign_of_gradients)),
         grad_factor(Vec::set(factor)),
         has_l2(has_bits(l2_factor)),
-        has_factor(factor != 1.0f),
+        has_factor(bits_of(factor) != kOneBits),
         sign(has_l2 ? 1.0f : sign_of_gradients) {}
 
   // Whether gradients are taken as they are in memory.
@@ -354,7 +354,8 @@ struct Gradient {
   ZERO8_DEVICE float with_sign(float factor) const { return sign * factor; }
 
  private:
-  // An integer test is cheaper in the loop, and does not depend on whether subnormals are flushed.
+  // Tests of integers are cheaper in the loop, and this one does not depend on whether subnormals
+  // are flushed.
   ZERO8_DEVICE static bool has_bits(float x) { return (bits_of(x) & ~kSignBit) != 0; }
 };
 

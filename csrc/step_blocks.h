@@ -82,6 +82,42 @@ ZERO8_INLINE inline bool can_step(const Reader<typename Algorithm::Scalars, P, G
   return are_moments<Algorithm>(largest) && (reader.s.proves_finite(largest) || reader.is_finite());
 }
 
+// Makes the new moments of a block, and what the parameters need, in a buffer; the largest
+// magnitudes of each moment, as patterns.  kIsCoded: `values` were decoded, with their decay, from
+// finite scales; else they are floats in memory, which may be NaN.
+template <bool kIsCoded, class AnyVec, class Algorithm, class P, class G>
+ZERO8_INLINE inline void advance(AnyVec& vec,
+                                 const Reader<typename Algorithm::Scalars, P, G>& reader,
+                                 float* const* values, const float* decay,
+                                 const Buffer<Algorithm>& buffer, Vec::I* magnitudes) {
+  constexpr int kMoments = Buffer<Algorithm>::kMoments;
+  // Whose address is known here alone, so that they stay in registers.
+  Vec::I largest[kMoments];
+  for (int k = 0; k < kMoments; ++k) largest[k] = Vec::seti(0);
+  for_vectors(0, reader.count, [&](int i, auto lanes) ZERO8_INLINE {
+    if (i % kChunk == 0) {
+      prefetch_chunk(reader.g + i);
+    }
+    Vec::F m[kMoments], carried[Algorithm::kCarried];
+    for (int k = 0; k < kMoments; ++k) {
+      m[k] = load(values[k] + i, lanes);
+      if constexpr (!kIsCoded) m[k] = vec.mul(m[k], Vec::set(decay[k]));
+    }
+    reader.s.advance(vec, reader.gradient(vec, i, lanes), m, carried);
+    buffer.put(i, m, carried);
+    for (int k = 0; k < kMoments; ++k) {
+      if (!is_signed<Algorithm>(k)) {
+        largest[k] = Vec::maxu(largest[k], Vec::as_int(m[k]));
+      } else if (kIsCoded) {
+        largest[k] = Vec::max_magnitude(largest[k], m[k]);
+      } else {
+        largest[k] = Vec::maxu(largest[k], Vec::magnitude_bits(m[k]));
+      }
+    }
+  });
+  for (int k = 0; k < kMoments; ++k) magnitudes[k] = largest[k];
+}
+
 // Steps over blocks whose moments are floats in memory, or are made floats and codes again: loops
 // that know no codec.
 template <class Algorithm, class P, class G>
@@ -96,10 +132,10 @@ int64_t step_floats(const Segment& seg, const StepScalars& raw, const CodecMaps&
   const Buffer buffer{memory, stride};
   const bool is_coded = seg.moments[0].codec != kFloat32;
   BlockCode codes[kMoments] = {};
-  Vec::F decay[kMoments];
+  float decay[kMoments];
   for (int k = 0; k < kMoments; ++k) {
     if (is_coded) codes[k] = block_code<Algorithm>(seg.moments[k].codec, k);
-    decay[k] = Vec::set(is_coded ? 1.0f : Algorithm::decay(raw, k));  // decoding includes it
+    decay[k] = Algorithm::decay(raw, k);
   }
   int64_t skipped = 0;
   BlockWalk walk(seg, begin);
@@ -112,41 +148,26 @@ int64_t step_floats(const Segment& seg, const StepScalars& raw, const CodecMaps&
     for (int k = 0; k < kMoments; ++k) {
       values[k] = is_coded ? memory + (Buffer::kRows + k) * stride
                            : static_cast<float*>(seg.moments[k].values) + b.begin;
-      if (is_coded) can &= codes[k].decode(seg, k, b, Algorithm::decay(raw, k), maps, values[k]);
+      if (is_coded) can &= codes[k].decode(seg, k, b, decay[k], maps, values[k]);
     }
-    Range ranges[kMoments];
+    Vec::I magnitudes[kMoments];
     quickly(buffer.values, [&](auto& vec) ZERO8_INLINE {
-      // Whose address is known here alone, so that they stay in registers.
-      Range seen[kMoments];
-      for (int k = 0; k < kMoments; ++k) seen[k] = Range(is_signed<Algorithm>(k));
-      for_vectors(0, b.count, [&](int i, auto lanes) ZERO8_INLINE {
-        if (i % kChunk == 0) {
-          // The processor's own prefetching does for the streams of moments.
-          prefetch_chunk(reader.param.p + i);
-          prefetch_chunk(reader.g + i);
-        }
-        Vec::F m[kMoments], carried[Algorithm::kCarried];
-        for (int k = 0; k < kMoments; ++k) m[k] = vec.mul(load(values[k] + i, lanes), decay[k]);
-        s.advance(vec, reader.gradient(vec, i, lanes), m, carried);
-        buffer.put(i, m, carried);
-        for (int k = 0; k < kMoments; ++k) {
-          seen[k].template add<true>(is_signed<Algorithm>(k), m[k]);  // floats in memory may be NaN
-        }
-      });
-      for (int k = 0; k < kMoments; ++k) ranges[k] = seen[k];
+      if (is_coded) {
+        advance<true>(vec, reader, values, decay, buffer, magnitudes);
+      } else {
+        advance<false>(vec, reader, values, decay, buffer, magnitudes);
+      }
     });
     uint32_t largest[kMoments];
-    for (int k = 0; k < kMoments; ++k) largest[k] = ranges[k].largest();
+    for (int k = 0; k < kMoments; ++k) largest[k] = Vec::reduce_maxu(magnitudes[k]);
     if (!can || !can_step<Algorithm>(reader, largest)) {
       ++skipped;
       continue;
     }
-    for (int k = 0; k < kMoments && is_coded; ++k) {
-      codes[k].encode(seg, k, b, Algorithm::settling(raw, k), maps, ranges[k], buffer.row(k));
-    }
     corrections.around([&]() ZERO8_INLINE {
       reader.param.start(0, false);
       for_vectors(0, b.count, [&](int i, auto lanes) ZERO8_INLINE {
+        if (i % kChunk == 0) prefetch_chunk(reader.param.p + i);
         step_param(s, buffer, reader.param, i, lanes);
         for (int k = 0; k < kMoments && !is_coded; ++k) {
           store(values[k] + i, Vec::load(buffer.row(k) + i), lanes);
@@ -154,6 +175,10 @@ int64_t step_floats(const Segment& seg, const StepScalars& raw, const CodecMaps&
       });
       correct_params(s, buffer, reader.param, b.count);
     });
+    // Last, so that the divisions of the parameters hide those of the scales.
+    for (int k = 0; k < kMoments && is_coded; ++k) {
+      codes[k].encode(seg, k, b, Algorithm::settling(raw, k), maps, magnitudes[k], buffer.row(k));
+    }
   }
   return skipped;
 }
