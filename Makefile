@@ -36,7 +36,7 @@ INSTALL_MISSING = missing=$$({ $(MISSING); } | xargs); \
   test -z "$$missing" || { \
     echo "zero8: missing on this machine; as root: apt-get install $$missing" >&2; exit 1; }
 
-.PHONY: help setup train bench fidelity maps gpu-check gpu-train test test-slow test-nightly \
+.PHONY: help setup train bench fidelity maps mutate gpu-check gpu-train test test-slow test-nightly \
   test-multinode test-integrations test-full test-sanitizers arm-check fuzz fuzz-kernel soak lint \
   docs wheel wheel-aarch64
 .NOTPARALLEL:
@@ -74,6 +74,8 @@ help:
 	@echo "                on, and load them; prints what went wrong, and how to see it again"
 	@echo "make fuzz-kernel  step over CASES (3000) random segments on every instruction set, and"
 	@echo "                compare the bits with those of the reference"
+	@echo "make mutate     break PLACES (100) places of the code drawn by SEED (0), one at a time, and"
+	@echo "                see whether a test fails; prints the coverage of lines, too; hours"
 	@echo "make soak       kill trainings KILLS (100) times, and compare them with undisturbed ones"
 	@echo "make lint       check style and types, without changing anything"
 	@echo "make docs       make runs/site/index.html of the documentation, with an API reference"
@@ -165,6 +167,13 @@ fuzz-kernel: .venv/.test
 	$(BUILD)
 	PYTHONPATH=.:tests/support $(RUN) tests/kernel/test_random_steps.py $(or $(CASES),3000) \
 	  --first $(or $(FIRST),0)
+
+# In a clean checkout, which it changes and changes back.
+mutate: .venv/.test
+	git diff --quiet
+	$(BUILD) && $(BUILD_AIO)
+	$(RUN) tests/mutate.py cover
+	$(RUN) tests/mutate.py kill --places $(or $(PLACES),100) --seed $(or $(SEED),0)
 
 soak: .venv/.test
 	$(BUILD) && $(BUILD_AIO)
