@@ -61,7 +61,7 @@ help:
 	@echo "make gpu-train  train a GPT of 1.2 G parameters there, under ZeRO-2 and under FSDP2, with its"
 	@echo "                optimizer states in host memory, as make train"
 	@echo "make arm-check  on an ARM host: the quick tests, all of the kernel, and times; what it writes"
-	@echo "                into runs/arm is to be sent back: see docs/arm.md"
+	@echo "                into runs/arm is to be sent back: see docs/processors.md"
 	@echo "make test       run the quick tests: minutes"
 	@echo "make test-slow  run more: every mode of ZeRO, FSDP2 and NVMe, all conversions"
 	@echo "make test-nightly  run what compiles or trains for minutes: sanitizers, emulated ARM,"

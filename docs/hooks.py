@@ -20,25 +20,17 @@ OTHERS = (
     "SECURITY.md",
     "benchmarks/README.md",
     "benchmarks/records/demo_cpu_202611.png",
-    "benchmarks/records/demo_int8_cpu_202611.png",
     "benchmarks/records/demo_lion_cpu_202611.png",
-    "benchmarks/records/demo_sgd_cpu_202611.png",
-    "benchmarks/records/demo_muon_cpu_202611.png",
     "benchmarks/records/low_bit_202611_updates.png",
-    *(
-        f"benchmarks/records/maps_202611_{name}.png"
-        for name in (
-            "maps",
-            "pairs_block",
-            "sensitivity",
-            "update_error",
-        )
-    ),
     "configs/README.md",
-    "docs/pictures/block_dark.png",
-    "docs/pictures/block_light.png",
+    *(
+        f"docs/pictures/{name}_{theme}.png"
+        for name in ("block", "codes", "passes")
+        for theme in ("dark", "light")
+    ),
     "docs/site.css",
     "launch/README.md",
+    "tests/README.md",
 )
 """What the site has besides the pages of docs/."""
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\((?!https?:)([^)#\s]+)\)")

@@ -62,7 +62,7 @@ def script(tmp_path):
     return run
 
 
-# --- docs/from-adamw-to-8-bit.md ------------------------------------------------------------------
+# --- docs/moving.md ------------------------------------------------------------------------------
 
 TRAINER = """
 def new_trainer(config, max_steps):
@@ -75,13 +75,13 @@ def new_trainer(config, max_steps):
 
 
 @pytest.mark.shown(
-    "docs/from-adamw-to-8-bit.md",
+    "docs/moving.md",
     "class Check",
     "RuntimeError",
     "1,441,792",
     "resume_from_checkpoint",
-    "--to zero",
-    "--to fp32",
+    "$ zero8 checkpoint convert out/checkpoint-40 out",
+    "$ zero8 checkpoint convert out/checkpoint-40 fp32",
 )
 def test_page_on_adamw_is_what_happens(blocks, script, tmp_path):
     """A run of AdamW is checked, resumed in 8 bits, and carried elsewhere."""
@@ -132,12 +132,8 @@ def test_trainer_block_with_a_deepspeed_config_trains(block, script):
     assert "8-bit: 1,441,792 elements" in printed
 
 
-@pytest.mark.shown(
-    "docs/integrations.md",
-    "hf.optimizer(args, fp32_params",
-    "hf.Monitor",
-    "$ zero8 checkpoint convert",
-)
+@pytest.mark.shown("docs/integrations.md", "hf.optimizer(args, fp32_params", "hf.Monitor")
+@pytest.mark.shown("docs/moving.md", "optimizer.pt back/")
 def test_trainer_blocks_without_deepspeed_train(blocks, script, tmp_path):
     """With the health of the optimizer; its checkpoint leads back to AdamW."""
     factory, monitor, convert = blocks

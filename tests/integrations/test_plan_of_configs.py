@@ -52,7 +52,7 @@ def test_plan_of_a_published_model_has_its_number_of_parameters(model_of, config
     assert model_of(config).numel == numel
 
 
-@pytest.mark.shown("docs/from-adamw-to-8-bit.md", "$ zero8 plan")
+@pytest.mark.shown("docs/moving.md", "$ zero8 plan")
 def test_plan_of_a_config_in_a_page_is_what_the_command_prints(model_of, block, capsys):
     model_of(LLAMA_8B)  # which the page describes
     ((command, shown),) = block.session

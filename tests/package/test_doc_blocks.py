@@ -21,16 +21,16 @@ from zero8.files import tags
 from zero8.state.tell import tell_once
 
 
-@pytest.mark.shown("docs/algorithms.md", "zero8.Muon8bitBlockwise")
-@pytest.mark.shown("docs/faq.md", 'float("inf")', "zero8.export")
-@pytest.mark.shown("docs/from-bitsandbytes.md", "fp32_params")
+@pytest.mark.shown("docs/optimizers.md", "zero8.Muon8bitBlockwise")
+@pytest.mark.shown("docs/reliability.md", 'float("inf")')
+@pytest.mark.shown("docs/moving.md", "load_state_dict(zero8.export", "fp32_params=")
 def test_python_block_of_the_docs_runs(block, capsys):
     exec(block.text, {})
     printed = capsys.readouterr().out
     assert ("print" in block.text) == bool(printed)
 
 
-@pytest.mark.shown("docs/algorithms.md", "SGD8bitBlockwise", '"type": "Muon8bitBlockwise"')
+@pytest.mark.shown("docs/optimizers.md", "SGD8bitBlockwise", '"type": "Muon8bitBlockwise"')
 def test_optimizer_section_of_the_docs_makes_that_optimizer(block):
     section = json.loads(block.text)["optimizer"]
     p = torch.nn.Parameter(torch.ones(64, 64))
@@ -38,7 +38,7 @@ def test_optimizer_section_of_the_docs_makes_that_optimizer(block):
     assert made.param_groups[0].items() >= section["params"].items()
 
 
-@pytest.mark.shown("docs/from-adamw-to-8-bit.md", '+    "type"')
+@pytest.mark.shown("docs/moving.md", '+    "type"')
 def test_word_to_change_is_the_only_difference_from_a_config_of_adamw(block):
     lines = block.text.splitlines()
     sections = [
@@ -65,7 +65,7 @@ def test_yaml_names_a_deepspeed_config_that_is_there(block):
     assert json.loads((ROOT / name).read_text())["optimizer"]["type"] == "Adam8bitBlockwise"
 
 
-@pytest.mark.shown("docs/from-bitsandbytes.md", "zero8 checkpoint inspect bnb.pt")
+@pytest.mark.shown("docs/moving.md", "zero8 checkpoint inspect bnb.pt")
 def test_commands_for_a_bitsandbytes_file_make_one_to_load(
     block, tmp_path, monkeypatch, capsys, caplog
 ):
@@ -82,7 +82,7 @@ def test_commands_for_a_bitsandbytes_file_make_one_to_load(
     assert "were saved with" not in caplog.text
 
 
-@pytest.mark.shown("docs/how-it-works.md", "were saved with")
+@pytest.mark.shown("docs/checkpoints.md", "were saved with")
 def test_load_with_other_settings_logs_the_line_that_the_docs_show(block, caplog):
     def optimizer(**settings):
         params = {f"p{number}": torch.nn.Parameter(torch.ones(32, 256)) for number in range(6)}
@@ -99,7 +99,7 @@ def test_load_with_other_settings_logs_the_line_that_the_docs_show(block, caplog
     assert line.startswith(block.text.removesuffix("...\n"))
 
 
-@pytest.mark.shown("docs/integrations.md", "ValueError: load_state_dict")
+@pytest.mark.shown("docs/moving.md", "ValueError: load_state_dict")
 def test_adamw_that_is_given_8_bit_states_raises_what_the_docs_show(block):
     p = torch.nn.Parameter(torch.ones(32, 256))
     p.grad = torch.ones_like(p)

@@ -6,7 +6,7 @@ import re
 import pytest
 from places import ROOT
 
-FOLDERS = ("benchmarks", "configs", "launch")
+FOLDERS = ("benchmarks", "configs", "launch", "tests")
 DOCS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
 DOCS += [ROOT / name / "README.md" for name in FOLDERS]
 DOCS += sorted((ROOT / "docs").glob("*.md"))

@@ -171,7 +171,7 @@ def test_plan_of_what_cannot_be_is_refused(capsys, tmp_path, words, config, mess
     assert printed.startswith("zero8 plan: ") and message in printed
 
 
-@pytest.mark.shown("docs/command-line.md", "--host-memory")
+@pytest.mark.shown("docs/planning.md", "--host-memory")
 def test_plan_in_a_page_is_what_the_command_prints(block, capsys):
     ((command, shown),) = block.session
     status, printed = plan(capsys, *shlex.split(command)[2:])

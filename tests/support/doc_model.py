@@ -2,7 +2,7 @@
 """What readers of the docs have: a model, data, and transformers' classes.
 
 Scripts that run blocks of the pages begin with everything from here.  The Llama is the one that
-docs/from-adamw-to-8-bit.md was run with; row n of the data counts upwards from n.
+docs/moving.md was run with; row n of the data counts upwards from n.
 """
 
 from functools import partial
