@@ -189,8 +189,7 @@ lint: .venv/.dev
 	.venv/bin/clang-format --style=file:csrc/.clang-format --dry-run --Werror $(CXX_FILES)
 	$(TIDY) csrc/*.cpp -- -std=c++17 -isystem $$($(VENV_PYTHON) -c '$(PRINT_INCLUDE)')
 
-# Reads the sources and imports none; a broken link or a docstring that does not fit its signature
-# is an error.
+# A broken link, or a docstring that does not fit its signature, is an error.
 docs: .venv/.docs
 	$(RUN) -m mkdocs build --strict
 

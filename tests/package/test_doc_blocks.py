@@ -24,6 +24,11 @@ from zero8.state.tell import tell_once
 @pytest.mark.shown("docs/optimizers.md", "zero8.Muon8bitBlockwise")
 @pytest.mark.shown("docs/reliability.md", 'float("inf")')
 @pytest.mark.shown("docs/moving.md", "load_state_dict(zero8.export", "fp32_params=")
+@pytest.mark.shown("docs/api/optimizer.md", "clip_grad_norm_", "steps.remove", "zero8.Lion")
+@pytest.mark.shown("docs/api/optimizer.md", "zero8.SGD", "zero8.AdEMAMix", "zero8.Muon")
+@pytest.mark.shown("docs/api/optimizer.md", "zero8.StableEmbedding", "report.rows")
+@pytest.mark.shown("docs/api/integrations.md", "health(optimizer)")
+@pytest.mark.shown("docs/api/specification.md", "codec_named")
 def test_python_block_of_the_docs_runs(block, capsys):
     exec(block.text, {})
     printed = capsys.readouterr().out

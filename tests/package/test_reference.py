@@ -41,3 +41,8 @@ def test_site_loads_nothing_from_the_network(site):
     assert len(pages) > 20 and len(sheets) > 2
     assert [page for page in pages if LOADED.search(page.read_text())] == []
     assert [sheet for sheet in sheets if LOADED_BY_CSS.search(sheet.read_text())] == []
+
+
+def test_signature_of_an_optimizer_shows_values(site):
+    text = re.sub("<[^>]+>", "", (site / "docs" / "api" / "optimizer.html").read_text())
+    assert "betas: tuple[float, float] = (0.9, 0.999)," in text
