@@ -77,7 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
             "zero8.checkpoint.commands.command",
             "verify, inspect, compare, convert and delete checkpoints",
         ),
-        ("bench", "zero8.bench", "time a step here, beside DeepSpeed's, torch's"),
+        ("bench", "zero8.bench", "time a step here, beside DeepSpeed's and torch's"),
     ):
         command = commands.add_parser(name, help=help_text, description=help_text)
         command.add_arguments = partial(_add_command, module)

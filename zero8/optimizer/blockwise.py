@@ -105,7 +105,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     @property
     def kinds(self) -> list[StateKind]:
-        """Its kinds of state, of each algorithm."""
+        """The kinds of state that its algorithms have."""
         return self._states.kinds
 
     @property
@@ -183,7 +183,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     @_disable_dynamo  # torch.compile cannot trace it: it passes addresses
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one optimizer step, as `zero8.spec.reference` and `zero8.algorithms` define it.
+        """Take one optimizer step, whose bits `zero8.spec.reference` defines.
 
         Steps and loads in several threads wait for each other.  After the first step the host does
         not wait for a GPU.  A closure evaluates the model again; its result is returned.
@@ -191,10 +191,9 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: if a gradient is sparse, complex or of an unsupported dtype, or a state does
                 not fit its parameter; nothing has been changed then.
-            FloatingPointError: if a gradient is NaN or infinite, or a moment is, which steps never
-                cause.  Only the blocks with such numbers are left unchanged; the step counts, and
-                the state can be saved and stepped further.  On a GPU a later step raises it, or
-                `check_finite`; under ZeRO only `check_finite` does.
+            FloatingPointError: if a gradient or a moment is NaN or infinite.  Its block is left
+                unchanged, all others have stepped, and the step counts.  On a GPU a later step
+                raises it, or `check_finite`; under ZeRO only `check_finite` does.
         """
         loss = None
         if closure is not None:
@@ -217,10 +216,10 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     def scale_grads(self, factor: float | Tensor) -> None:
         """Have the next `step` multiply all gradients by a factor, without a pass over them.
 
-        The bits are those of `grad.mul_(factor)` before the step, but for gradients and products
-        below 2^-126, which count as 0; products of 16-bit gradients with a float32 parameter are
-        rounded to float32.  The gradients in memory stay as they are.  The last call before a step
-        counts, rounded to float32, as by `mul_`; if it is not finite, no gradient is.
+        The bits are those of `grad.mul_(factor)` before the step, except that gradients and
+        products below 2^-126 count as 0, and that products of 16-bit gradients with a float32
+        parameter are rounded to float32.  The gradients in memory stay as they are.  The last call
+        before a step counts.  A factor that is not finite makes all gradients so.
 
         Raises:
             RuntimeError: with steps in the backward, which use each gradient as it arrives.
@@ -240,10 +239,10 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     ) -> Tensor:
         """Clip the norm of all gradients, as `torch.nn.utils.clip_grad_norm_`, in the next `step`.
 
-        Reads the gradients once; the step multiplies them, with the bits of torch's multiplication
-        but for gradients and products below 2^-126.  In memory they stay as they are.  On a GPU
-        they are multiplied at once, as torch does.  Call it right before `step`; `zero_grad` takes
-        it back.  All ranks must call it.  `foreach` has no effect on the 2-norm on the CPU.
+        This reads the gradients once.  The step multiplies them, with the bits of torch's
+        multiplication except for gradients and products below 2^-126; in memory they stay as they
+        are.  On a GPU they are multiplied at once.  Call it on all ranks, right before `step`;
+        `zero_grad` takes it back.  `foreach` has no effect on the 2-norm on the CPU.
 
         Returns:
             The norm before clipping, over all ranks that share the parameters; the stages of a
@@ -252,9 +251,9 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: if FSDP1 has flattened a parameter: the model's `clip_grad_norm_` clips.
-            RuntimeError: if the norm is not finite, if asked for; with steps in the backward, which
-                use gradients before their norm is known; later, by `step`, if gradients have
-                changed since.
+            RuntimeError: with `error_if_nonfinite`, if the norm is not finite; with steps in the
+                backward, which use gradients before their norm is known; later, by `step`, if
+                gradients have changed since.
         """
         self._check_not_in_backward("clip_grad_norm_")
         params = self._all_params()
@@ -269,27 +268,27 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             raise RuntimeError(f"{what}: got steps in the backward, which use gradients at once")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, as torch's, and what `clip_grad_norm_` has left for the step."""
+        """Reset the gradients, as torch does, and the factor that `clip_grad_norm_` has left."""
         super().zero_grad(set_to_none)
         self._stepper.factor.set(1.0)
 
     @property
     def copies(self) -> dict[Tensor, Tensor]:
-        """By parameter on the CPU, a 16-bit tensor to which the next step also writes it.
+        """For parameters on the CPU, 16-bit tensors to which the next step also writes them.
 
-        Contiguous, of as many elements; float16 for float32 parameters only.  The bits are those of
-        `copy_` after the step, which takes out the copies that it has written: those of contiguous
-        parameters with gradients.
+        A tensor is contiguous and has as many elements; float16 is for float32 parameters only.
+        The bits are those of `copy_` after the step.  The step takes out the copies that it has
+        written: those of contiguous parameters with gradients.
         """
         return self._stepper.copies
 
     @property
     def weight_sums(self) -> WeightSums:
-        """By what steps find corrections of bfloat16 weights that belong to other weights."""
+        """Sums by which steps notice weights that other code has written since the last step."""
         return self._stepper.weight_sums
 
     def step_in_backward(self, model: torch.nn.Module) -> InBackward:
-        """Step each parameter in the backward, as soon as its gradient arrives, and free that.
+        """Step each parameter in the backward when its gradient arrives, and free the gradient.
 
         `step` then only waits for pending steps, and counts and reports as usual, so that
         schedulers and hooks of steps work unchanged.  The bits are those of steps after the
@@ -394,6 +393,6 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         return self._states.all_moments()
 
     def memory_report(self) -> MemoryReport:
-        """Return what each parameter's moments take, and why; and the bytes of gradients."""
+        """Return the bits and bytes of each parameter's moments, the reason, and gradient bytes."""
         self._wait()
         return self._states.memory_report()

@@ -30,7 +30,7 @@ class Adam8bitBlockwise(BlockwiseOptimizer):
     Args:
         params: parameters, groups, or `model.named_parameters()`; float32 or bfloat16, on the CPU
             or on CUDA GPUs.  Gradients have one of these dtypes, or float16 for float32 parameters.
-        lr: learning rate, a number or a one-element tensor; every step waits for one on a GPU.
+        lr: learning rate, a number or a one-element tensor; a tensor on a GPU makes steps wait.
         betas: decay rates of the moments.
         eps: added to the root of the second moment; 0 is safe even where gradients are 0.
         weight_decay: decoupled (`adam_w_mode`) or added to the gradient; None (default) means 0, as
@@ -46,23 +46,22 @@ class Adam8bitBlockwise(BlockwiseOptimizer):
         stochastic_rounding: rounding of bfloat16 and INT8 parameters: "auto" or "dither"
             (golden-ratio sequence), "hash" (independent), or False (nearest).
         weight_correction_bits: 0, or 8 to keep 8 more bits of each bfloat16 weight beside the
-            states: the 24-bit weights are rounded to nearest, without noise.  Weights that other
-            code writes count as they are: the next step drops the 8 bits of all weights of their
-            block; a mask that zeroes the same weights after every step costs others theirs once.
+            states, and to round to nearest.  A weight that a script writes counts as written; the
+            next step drops the 8 bits of all weights of its block.
         seed: seed of the dither; there is no generator state.
         state_dict_format: "8bit" (default), or "fp32" for state dicts like those of torch's AdamW,
-            four times as large, through which `torch.distributed.checkpoint` can read a checkpoint
-            of AdamW.  Both are exact, and `load_state_dict` takes either.
-        **others: keys of DeepSpeed's and torch's Adam that select an implementation have no
-            effect; `amsgrad=True` and the like are refused.
+            four times as large, with which `torch.distributed.checkpoint` reads a checkpoint of
+            AdamW.  Both are exact, and `load_state_dict` takes either.
+        **others: keys of DeepSpeed's and torch's Adam that select an implementation are accepted
+            without effect; `amsgrad=True` and other variants are refused.
 
     Attributes:
         state_dict_format (str): see the argument; may be set between two calls of `state_dict`.
-        nonfinite_blocks (int): how many blocks steps have left unchanged because of a gradient that
-            was not finite, as far as reported yet.
+        nonfinite_blocks (int): blocks that steps have left unchanged because a gradient was not
+            finite, as far as reported yet.
 
     Raises:
-        ValueError: for an unknown key or a bad value, or a parameter that it can never step.
+        ValueError: for an unknown key, a bad value, or a parameter that cannot be stepped.
     """
 
     algorithm = ADAM
@@ -163,7 +162,7 @@ class SGD8bitBlockwise(BlockwiseOptimizer):
         params: see `Adam8bitBlockwise`.
         lr: learning rate, a number or a one-element tensor.
         momentum: decay rate of the moment, above 0: without momentum SGD has no states.
-        dampening: 1 minus the share of the gradient in the moment, from the second step on.
+        dampening: the gradient enters the moment times 1 - dampening, from the second step on.
         weight_decay: added to the gradient, or decoupled.
         nesterov: Nesterov's momentum, which needs a dampening of 0.
         maximize: ascend instead of descend.
@@ -215,8 +214,8 @@ class AdEMAMix8bitBlockwise(BlockwiseOptimizer):
         lr: learning rate, a number or a one-element tensor.
         betas: decay rates of the fast average, of the second moment, and of the slow average.
         alpha: the weight of the slow average.
-        t_alpha: the steps over which alpha comes up from 0; None: it is constant.
-        t_beta3: the steps over which beta3 comes up from beta1; None: it is constant.
+        t_alpha: the number of steps in which alpha rises from 0; None: it is constant.
+        t_beta3: the number of steps in which beta3 rises from beta1; None: it is constant.
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
         maximize: ascend instead of descend.

@@ -21,8 +21,8 @@ NOT_OF_CONFIG = ("world_size", "ranks_per_host", "weights")
 
 HELP = {
     "engine": "default deepspeed",
-    "stage": "of ZeRO, default 2",
-    "offload": "of optimizer states; default cpu",
+    "stage": "stage of ZeRO; default 2",
+    "offload": "where optimizer states are; default cpu",
     "dtype": "default bf16; bf16-masters: without fp32 master weights; 24-bit-masters: the same, "
     "with weight_correction_bits 8",
     "weights": "default plain; int8: torchao's INT8 weights, with a scale per row, under fsdp2, of "
@@ -44,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--ds-config", type=Path, metavar="JSON", help=help_text)
     for name, choices in CHOICES.items():
         run.add_argument(f"--{name}", type=type(choices[0]), choices=choices, help=HELP[name])
-    run.add_argument("--optimizer", choices=BY_NAME, help=f"zero8's, default {next(iter(BY_NAME))}")
-    run.add_argument("--codec", choices=CODECS, help=f"of zero8's states, default {DEFAULT_CODEC}")
-    there = parser.add_argument_group("the memory that is there, to check whether the run fits")
+    run.add_argument("--optimizer", choices=BY_NAME, help=f"default {next(iter(BY_NAME))}")
+    run.add_argument("--codec", choices=CODECS, help=f"of 8-bit states; default {DEFAULT_CODEC}")
+    there = parser.add_argument_group("memory limits, to check whether the run fits")
     there.add_argument("--host-memory", type=_positive, metavar="GIB", help="of each host")
     there.add_argument("--gpu-memory", type=_positive, metavar="GIB", help="of each GPU")
     _add_hardware(parser.add_argument_group("the hardware, for the step time"))

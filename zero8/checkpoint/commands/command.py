@@ -51,7 +51,7 @@ def _add_arguments_of_seal(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "path", type=Path, metavar="DIR", help="a folder that is completely written"
     )
-    parser.add_argument("--force", action="store_true", help="also if it is marked as incomplete")
+    parser.add_argument("--force", action="store_true", help="even if its save was interrupted")
 
 
 def _seal(arguments: argparse.Namespace) -> tuple[int, dict, str]:

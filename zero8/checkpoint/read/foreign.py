@@ -69,7 +69,7 @@ def from_foreign(state_dict: dict) -> dict:
             `zero8.checkpoint.read.safe_load`; the module has the codec of each.
 
     Raises:
-        ValueError: if classes, maps or sizes are others.
+        ValueError: for classes, maps or sizes that it does not know.
     """
     states = {index: _imported(index, state) for index, state in state_dict["state"].items()}
     groups = [
@@ -151,8 +151,8 @@ def _of_bitsandbytes(name: str, state: dict) -> Coded | Tensor:
 def to_bitsandbytes(state_dict: dict) -> dict:
     """Return a state dict for `bitsandbytes.optim.AdamW8bit.load_state_dict`.
 
-    Of `dynamic`, where the blocks coincide, only blocks of m with a negative scale are re-encoded,
-    within half a code; of all else, every block.
+    With `dynamic`, where the blocks coincide, only blocks of m with a negative scale are encoded
+    again, within half a code.  Otherwise every block is.
 
     Args:
         state_dict: of `Adam8bitBlockwise`; any codec and block size.
