@@ -134,7 +134,7 @@ def test_readme_python_example_runs_and_prints_the_report(block, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.shown("README.md", "fully_shard(model", "$ torchrun")
+@pytest.mark.shown("README.md", "fully_shard(model", "2 fsdp2.py")
 def test_readme_fsdp2_example_prints_the_report_that_readme_shows(blocks, tmp_path):
     script, shell = blocks
     (tmp_path / "fsdp2.py").write_text(script.text)
