@@ -161,7 +161,7 @@ test-sanitizers: .venv/.test
 fuzz: .venv/.test
 	$(BUILD)
 	PYTHONPATH=.:tests/support $(RUN) tests/checkpoint/test_mutations.py $(or $(CASES),3000) \
-	  --first $(or $(FIRST),0) --workers 2
+	  --first $(or $(FIRST),0)
 
 fuzz-kernel: .venv/.test
 	$(BUILD)

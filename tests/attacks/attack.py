@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
 
-from crafted_cases import CHUNK, STEP, metadata
+from crafted import CHUNK, STEP, metadata
 from forks import Forks
 
 from zero8.files.tags import seal

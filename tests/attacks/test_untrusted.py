@@ -7,17 +7,16 @@ opens a pipe that nobody writes to waits for ever, and /dev/zero has no end.  Wo
 that grows with the number of files takes hours on a folder that takes seconds to make.
 """
 
-import io
 import os
+import pickle
 import shutil
-import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 import xxhash
 from attack import OUTSIDE, Attack, checkpoint, made, outside, sealed, whole
-from crafted_files import STOP, call, value
+from crafted import FILES, GOOD_FILES, METADATA, Call, dcp_folder, metadata, rezipped
 from places import GOLDEN
 
 from zero8.files.manifest import MANIFEST, MARKER, File, Manifest
@@ -29,22 +28,16 @@ TAG = "step3"
 RANK, MODEL = "zero_pp_rank_1_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"
 
 
-def rezipped(data: bytes, records: dict[str, bytes]) -> bytes:
-    """Return a file of torch.save with records replaced, or added after the others."""
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        found = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w") as archive:
-        for name, content in (found | records).items():
-            archive.writestr(f"archive/{name}", content)
-    return made.getvalue()
-
-
 SPOILED = {
-    "in its place": lambda data, pickle: rezipped(data, {"data.pkl": pickle}),
-    "before the zip": lambda data, pickle: pickle + data,
-    "in other letters": lambda data, pickle: rezipped(data, {"DATA.PKL": pickle}),
+    "in its place": lambda data, code: rezipped(data, {"data.pkl": code}),
+    "before the zip": lambda data, code: code + data,
+    "in other letters": lambda data, code: rezipped(data, {"DATA.PKL": code}),
 }
+
+
+def code_in(folder: Path) -> bytes:
+    """Return a pickle that makes a file outside."""
+    return pickle.dumps(Call(os.system, f"touch {outside(folder).parent}/ran"), 2)
 
 
 def running_code(name: str, where: str):
@@ -53,9 +46,7 @@ def running_code(name: str, where: str):
     def plant(folder: Path) -> str:
         shutil.copytree(GOLDEN / "zero2_checkpoint", folder / "tags")
         path = folder / "tags" / TAG / name
-        command = value(f"touch {outside(folder).parent}/ran")
-        pickle = b"\x80\x02" + call("os", "system", command) + STOP
-        path.write_bytes(SPOILED[where](path.read_bytes(), pickle))
+        path.write_bytes(SPOILED[where](path.read_bytes(), code_in(folder)))
         return checkpoint("convert", folder / "tags", folder / "made", "--to", "zero")
 
     return plant
@@ -145,6 +136,47 @@ def many_files(contents: bytes, listed: bytes):
     return plant
 
 
+# --- Files and folders that do not fit -----------------------------------------------------------
+
+
+def convert(source: Path) -> str:
+    """A command that reads all there is."""
+    return checkpoint("convert", source, source.with_name("made"), "--to", "plain")
+
+
+def crafted_file(make):
+    def plant(folder: Path) -> str:
+        outside(folder)
+        (folder / "crafted").write_bytes(make())
+        return convert(folder / "crafted")
+
+    return plant
+
+
+def crafted_metadata(make):
+    def plant(folder: Path) -> str:
+        outside(folder)
+        return checkpoint("verify", dcp_folder(folder / "crafted", make()))
+
+    return plant
+
+
+def code_as_file(folder: Path) -> str:
+    (folder / "crafted").write_bytes(code_in(folder))
+    return convert(folder / "crafted")
+
+
+def code_as_metadata(folder: Path) -> str:
+    return checkpoint("verify", dcp_folder(folder / "crafted", code_in(folder)))
+
+
+def tags_for_ever(folder: Path) -> str:
+    outside(folder)
+    (made(folder / "crafted") / "latest").write_text("tag")
+    (folder / "crafted" / "tag").symlink_to(".")
+    return convert(folder / "crafted")
+
+
 # --- Pipes ---------------------------------------------------------------------------------------
 
 HASH_OF_NOTHING = xxhash.xxh3_128_hexdigest(b"")
@@ -188,7 +220,7 @@ ATTACKS = (
         Attack(f"os.system in {name} {where}", running_code(name, where), statuses, says)
         for name in (RANK, MODEL)
         for where, statuses, says in (
-            ("in its place", (1,), (name, "os.system")),
+            ("in its place", (1,), (name, "system")),
             ("before the zip", (1,), (name,)),
             ("in other letters", (0, 1), ()),
         )
@@ -206,6 +238,20 @@ ATTACKS = (
     Attack("listed paths of 2,000 folders", deep_paths, (1,), (MANIFEST,)),
     Attack("20,000 empty files", many_files(b"", b""), (0,), ("whole",), seconds=20),
     Attack("20,000 other files", many_files(b"a", b"b"), (1,), ("file0",), seconds=20),
+    Attack("code as a file", code_as_file, (1,), ("crafted",)),
+    Attack("code as metadata", code_as_metadata, (1,), ("crafted/.metadata", "system")),
+    Attack("tags for ever", tags_for_ever, (1,), ("crafted",)),
+    *(
+        Attack(f"file: {name}", crafted_file(make), (1,), ("crafted",))
+        for name, make in FILES.items()
+    ),
+    *(
+        Attack(f"metadata: {name}", crafted_metadata(make), (1,), ("crafted",))
+        for name, make in METADATA.items()
+    ),
+    # Of the same make: otherwise they would be refused for what is not meant.
+    *(Attack(f"good file {name}", crafted_file(make), (0,)) for name, make in GOOD_FILES.items()),
+    Attack("good metadata", crafted_metadata(metadata), (0,)),
     *(
         Attack(f"pipe as {name}", piped(name), statuses, says)
         for name, statuses, says in (

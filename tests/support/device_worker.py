@@ -4,17 +4,23 @@
 import copy
 import json
 import traceback
+import weakref
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from fake_gpu_tensors import DEVICE, Gpu, crossings
 from moment_samples import MOMENTS, NUMEL, moment, values_for
 
-from zero8.checkpoint.read.foreign import from_foreign, to_bitsandbytes
+import zero8
+from zero8.deepspeed import seams
 from zero8.deepspeed.moment_tensor import MomentTensor
-from zero8.spec import dither
 from zero8.spec.adam import ADAM
-from zero8.spec.codec import CODECS, dequantize, quantize
+from zero8.spec.codec import CODECS
 from zero8.state.extent import Extent
 from zero8.state.plain import PlainState
 from zero8.state.table import Piece
@@ -58,21 +64,6 @@ def stores(codec, which):
 
 
 @check
-def quantize_and_dequantize(codec):
-    for which in MOMENTS:
-        code, x = CODECS[codec].code_of(ADAM.moment(which)), values_for(which, 2, 1000)
-        block, thresholds = torch.arange(1000) // 100, dither.hashed(5, 0, 1000)
-        on_gpu = [t.to(DEVICE) for t in (x, block, thresholds)]
-        for is_dithered, settling in ((False, None), (True, None), (False, 1.1), (True, 1.01)):
-            expected = quantize(code, x, block, 10, thresholds if is_dithered else None, settling)
-            with staying():
-                x_, block_, thresholds_ = on_gpu
-                got = quantize(code, x_, block_, 10, thresholds_ if is_dithered else None, settling)
-                decoded = dequantize(code, *got, block_, gain=0.9)
-            assert_same([*got, decoded], [*expected, dequantize(code, *expected, block, gain=0.9)])
-
-
-@check
 def read_and_write(codec):
     for which in MOMENTS:
         ours, expected = stores(codec, which)
@@ -85,23 +76,6 @@ def read_and_write(codec):
                     read = ours.read(start, numel)
                 expected.write(start, given)
                 assert_same([read, *ours.buffers], [expected.read(start, numel), *expected.buffers])
-
-
-@check
-def clone_and_to(codec):
-    for which in MOMENTS:
-        ours, expected = stores(codec, which)
-        with staying():
-            clone, same = ours.clone(), ours.to("gpu")
-            copied = ours.to("gpu", copy=True)
-        assert same is ours
-        for copied_store in (clone, copied):
-            assert_same(copied_store.buffers, expected.buffers)
-            copied_store.codes.fill_(7)
-        assert_same(ours.buffers, expected.buffers)
-        back = ours.to("cpu")
-        assert all(type(t) is torch.Tensor for t in back.buffers)
-        assert_same(back.to(DEVICE).buffers, expected.buffers)
 
 
 @check
@@ -187,30 +161,108 @@ def saved_state(codec):
     assert_same([back[key]], [live[key].raw])
 
 
+# --- offload_states of ZeRO-2 -------------------------------------------------------------------
+
+STATES = [OffloadStateTypeEnum.optim_states]
+
+
+class Zero(SimpleNamespace):
+    """A ZeRO-2 optimizer after a step, with one parameter whose part is in a flat partition.
+
+    DeepSpeed's own methods run on it.
+    """
+
+    def __init__(self, codec):
+        seams.fit(zero8.Adam8bitBlockwise)
+        flat = torch.nn.Parameter(torch.zeros(NUMEL))
+        param = torch.nn.Parameter(torch.zeros(700))
+        address = fragment_address(700, 100)
+        param._hp_mapping = tensor_fragment(
+            param, address, flat, address, {}, {}, False, 0, optim_fragment=None
+        )
+        optimizer = zero8.Adam8bitBlockwise([flat])
+        expected = {which: moment(codec, which).store for which in MOMENTS}
+        for store in expected.values():
+            store.written = False
+        on_gpu = {w: MomentTensor(store.to(DEVICE)) for w, store in expected.items()}
+        optimizer.state[flat] |= {"step": 2, "history": 3.0, **on_gpu}
+        super().__init__(
+            optimizer=optimizer,
+            offloaded_states=set(),
+            bit16_groups=[[param]],
+            single_partition_of_fp32_groups=[flat],
+            expected=expected,
+            state=optimizer.state[flat],
+            mapping=param._hp_mapping,
+        )
+        param._hp_mapping.set_optim_state_fragment(flat, self.state)
+
+    def offload(self, **options):
+        DeepSpeedZeroOptimizer.offload_states(
+            self, include=STATES, device=OffloadDeviceEnum.cpu, **options
+        )
+
+    def reload(self):
+        DeepSpeedZeroOptimizer.reload_states(self)
+
+    def check(self, device):
+        """Check where the moments are, that they are as they were, and that views are theirs."""
+        assert (self.state["step"], self.state["history"]) == (2, 3.0)
+        for which, expected in self.expected.items():
+            x, view = self.state[which], self.mapping.optim_fragment[which]
+            assert isinstance(x, MomentTensor) and x.device == device
+            assert (x.store.nbytes, x.store.written) == (expected.nbytes, False)
+            here = [t.to(DEVICE) for t in x.store.buffers]
+            assert_same(here, expected.buffers)
+            assert view.store is x.store and (view.start, view.numel()) == (100, 700)
+
+    def references(self):
+        """Return weak references to the memory of the moments."""
+        return [weakref.ref(t) for which in MOMENTS for t in self.state[which].store.buffers]
+
+
 @check
-def bitsandbytes_and_back(codec):
-    """Rows that their blocks coincide with, and rows that they run across."""
-    states = {}
-    for number, shape in enumerate(((24, 512), (50, 300))):
-        piece = Piece(0, shape[0] * shape[1], 0, shape, number, 256, str(number))
-        dense = {w: values_for(w, 7, piece.numel).view(shape) for w in MOMENTS}
-        target = Target(ADAM, CODECS[codec], piece, Extent.whole(shape))
-        states[number] = target.adopted({"step": 3, **dense})
-    there = {number: on(DEVICE, entries) for number, entries in states.items()}
-    expected = to_bitsandbytes({"state": states, "param_groups": []})
-    with staying():
-        got = to_bitsandbytes({"state": there, "param_groups": []})
-        back = from_foreign(got)
-    for ours, theirs in ((got, expected), (back, from_foreign(expected))):
-        for number, entries in theirs["state"].items():
-            names = [k for k, v in entries.items() if isinstance(v, torch.Tensor) and k != "format"]
-            assert_same([ours["state"][number][k] for k in names], [entries[k] for k in names])
+def offload_and_reload(codec):
+    """Memory is page-locked as DeepSpeed does it, and the states come back as they were."""
+    accelerator, asked = get_accelerator(), []
+    pin_empty_like = type(accelerator).pin_empty_like
+
+    def noted(tensor, device="cpu", dtype=None):
+        asked.append((tensor.dtype, tensor.numel()))
+        return pin_empty_like(accelerator, tensor, device, dtype)
+
+    accelerator.pin_empty_like, accelerator.current_device_name = noted, lambda: "gpu:0"
+    for options in ({}, {"non_blocking": True}, {"pin_memory": False}):
+        zero = Zero(codec)
+        asked.clear()
+        zero.offload(**options)
+        zero.check(torch.device("cpu"))
+        locked = [(t.dtype, t.numel()) for s in zero.expected.values() for t in s.buffers]
+        assert asked == (locked if options.get("pin_memory", True) else [])
+        zero.reload()
+        zero.check(DEVICE)
 
 
-def outcome(function, *args):
-    """Return what a call raised, as text, None if nothing."""
+@check
+def memory_on_the_gpu_is_free_before_its_cache_is_emptied(codec):
+    """DeepSpeed does that last; what is freed later the GPU does not get back."""
+    accelerator, alive = get_accelerator(), []
+    for options in ({}, {"pin_memory": False}):
+        zero = Zero(codec)
+        references = zero.references()
+        accelerator.empty_cache = lambda r=references: alive.append([ref() for ref in r])
+        zero.offload(**options)
+        assert alive.pop() == [None] * 6
+        references = zero.references()
+        accelerator.current_device_name = lambda: "gpu:0"
+        zero.reload()
+        assert [ref() for ref in references] == [None] * 6
+
+
+def outcome(function, codec):
+    """Return what a check raised, as text, None if nothing."""
     try:
-        function(*args)
+        function(codec)
     except Exception:
         return traceback.format_exc()
     return None
@@ -218,8 +270,9 @@ def outcome(function, *args):
 
 def main():
     """Print, as JSON, of each check and codec what went wrong, None if nothing."""
-    results = {f"{n} {c}": outcome(check, c) for n, check in CHECKS.items() for c in CODECS}
-    print(json.dumps(results))
+    print(
+        json.dumps({f"{n} {c}": outcome(check, c) for n, check in CHECKS.items() for c in CODECS})
+    )
 
 
 if __name__ == "__main__":

@@ -209,21 +209,7 @@ def test_collective_with_a_moment_is_refused_and_changes_nothing(one_rank, name)
     assert same(buffers(x), before)
 
 
-# --- Moving and making alike ---------------------------------------------------------------------
-
-
-def test_to_dtype_of_whole_changes_the_appearance_only():
-    """torch's load_state_dict casts states to the parameter's dtype."""
-    x = moment()
-    y = x.to(torch.bfloat16)
-    assert isinstance(y, MomentTensor) and y.dtype == torch.bfloat16
-    assert same(buffers(y), buffers(x))
-    assert torch.equal(y.clone(), x.dense().bfloat16())
-    back = y.to(torch.float32)
-    assert torch.equal(back.clone(), x.dense())
-    back.zero_()  # a copy, as `to` makes it
-    assert x.dense().abs().max() > 0 and y.dense().abs().max() > 0
-
+# --- Copies and files ----------------------------------------------------------------------------
 
 COPIES = {
     "deepcopy": copy.deepcopy,
@@ -241,9 +227,6 @@ def test_copy_of_a_written_moment_counts_as_written(copied):
     assert not copied(x).store.written or copied is COPIES["copy_"]
     x.copy_(torch.full((1,), 2.0))
     assert copied(x).store.written
-
-
-# --- Copies and files ----------------------------------------------------------------------------
 
 
 def test_deepcopy_of_a_state_keeps_moments_8bit_and_apart_from_the_original():
@@ -293,12 +276,6 @@ def test_optimizer_that_is_pickled_as_a_whole_goes_on_with_the_same_bits():
         assert same(*(buffers(state[which]) for state in states))
 
 
-def test_save_of_a_view_writes_its_elements_only():
-    x = moment()
-    y = torch.load(saved(x[100:200]), weights_only=True)
-    assert is_plain(y) and torch.equal(y, x[100:200].dense())
-
-
 def in_header(**changes):
     return lambda found: found[HEADER].update(changes)
 
@@ -316,27 +293,17 @@ DAMAGES = {
     "another algorithm": (in_header(algorithm="adagrad"), "algorithm 'adagrad'"),
     "unknown codec": (in_header(codec=99), "codec number 99"),
     "piece with other size": (in_piece(numel=599), "damaged"),
-    "piece with other blocks": (in_piece(2, block_size=256, shape=[80, 256]), "damaged"),
     "piece 8-bit instead of float32": (in_piece(1, block_size=64), "damaged"),
     "no pieces": (lambda found: found[HEADER].pop("pieces"), "damaged"),
-    "no name in a piece": (lambda found: found[HEADER]["pieces"][0].pop("name"), "damaged"),
     "unknown key in a piece": (in_piece(colour=3), "damaged"),
-    "blocks of 100": (in_piece(block_size=100), "damaged"),
-    "endless blocks": (in_piece(block_size=2**62), "damaged"),
     "blocks in words": (in_piece(block_size="256"), "damaged"),
     "negative numel": (in_piece(numel=-1), "damaged"),
-    "negative start": (in_piece(start=-5), "damaged"),
     "two at one place": (in_piece(1, start=2), "damaged"),
-    "endless piece": (in_piece(numel=2**62), "damaged"),
-    "beyond its parameter": (in_piece(first=2**40), "damaged"),
-    "endless shape": (in_piece(shape=[2**62, 2**62]), "damaged"),
     "an identity of 65 bits": (in_piece(identity=2**64), "damaged"),
     "unknown moment": (in_header(which="exp_max"), "damaged"),
     "codes short": (in_buffer("codes", lambda t: t[:-1]), "damaged"),
     "codes as float": (in_buffer("codes", torch.Tensor.float), "damaged"),
-    "no codes": (in_buffer("codes", lambda t: None), "damaged"),
     "sparse codes": (in_buffer("codes", torch.Tensor.to_sparse), "expected"),
-    "one code for all": (in_buffer("codes", lambda t: t[:1].expand(len(t))), "expected"),
     "scales on meta": (in_buffer("scales", lambda t: t.to("meta")), "expected"),
     "no hash": (in_header(hash=None), "its bytes have the hash .*; the file is damaged"),
 }

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
-from log_lines import warned
+from deepspeed.utils import safe_set_full_optimizer_state
 from nests import difference
 from zero_worker import (
     MOMENTS,
@@ -29,24 +28,6 @@ from zero8.state.table import PieceTable
 
 STAGES = (2, 3)
 SET = "conv"  # lies on both ranks
-TRAINED = [name for name in Bag.SHAPES if name != "frozen"]
-
-
-def read_all(engine):
-    """Return every moment in full as safe_get gives it, and the parts that this rank holds."""
-    full = {
-        (name, which): safe_get_full_optimizer_state(getattr(engine.module, name), which)
-        for name in TRAINED
-        for which in MOMENTS
-    }
-    parts = []
-    for state in base_optimizer(engine).state.values():
-        for which in MOMENTS:
-            dense = state[which].clone()
-            for piece in state[which].store.table.pieces:
-                values = dense[piece.start : piece.start + piece.numel].clone()
-                parts.append(((piece.name, which), piece.first, values))
-    return {"full": full, "parts": parts, **held(engine)}
 
 
 def new_values(which):
@@ -55,20 +36,17 @@ def new_values(which):
     return values.square() if which == "exp_avg_sq" else values
 
 
-def access(stage):
-    """Read, step, read again, set, read again, step."""
+def write(stage):
+    """Return what is held after steps, after writes, and after a step more."""
     engine = make_engine(config(stage=stage), Bag())
     take_step(engine, 0)
     take_step(engine, 1)
-    result = {"first": read_all(engine)}
-    take_step(engine, 2)
-    result["stepped"] = read_all(engine)
+    result = {"stepped": held(engine)}
     for which in MOMENTS:
         safe_set_full_optimizer_state(getattr(engine.module, SET), new_values(which), which)
-    result["set"] = read_all(engine)
-    take_step(engine, 3)
-    result["stepped on"] = read_all(engine)
-    return result
+    result["set"] = held(engine)
+    take_step(engine, 2)
+    return result | {"stepped on": held(engine)}
 
 
 def absorb(stage):
@@ -102,10 +80,9 @@ def load_states():
     saved = copy.deepcopy(base_optimizer(engine).state_dict())
     result = {"saved": held(engine)}
 
-    with warned() as lines:
-        other = make_engine(config(codec="dynamic"), Bag())
-        base_optimizer(other).load_state_dict(copy.deepcopy(saved))
-    result |= {"other codec": held(other), "lines": lines}
+    other = make_engine(config(codec="dynamic"), Bag())
+    base_optimizer(other).load_state_dict(copy.deepcopy(saved))
+    result["other codec"] = held(other)
     renamed = copy.deepcopy(saved)
     (state,) = renamed["state"].values()
     for which in MOMENTS:
@@ -157,10 +134,9 @@ def load_while_moved(folder):
 def access_all(folder):
     """Run all of this file's scenarios in one process."""
     return {
-        "access": {stage: access(stage) for stage in STAGES},
+        "access": {stage: write(stage) for stage in STAGES},
         "absorb": {stage: absorb(stage) for stage in STAGES},
         "load": load_states(),
-        "offload": move_away_and_back(),
         "load while offloaded": load_while_moved(folder),
     }
 
@@ -169,25 +145,6 @@ def access_all(folder):
 def ranks(standing_ranks, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("offloaded"))
     return standing_ranks(2).run(access_all, folder=folder)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("when", ["first", "stepped", "set", "stepped on"])
-def test_safe_get_returns_what_the_ranks_hold_now(ranks, stage, when):
-    """The views that DeepSpeed takes once after the first step must follow every later one."""
-    reads = [rank["access"][stage][when] for rank in ranks]
-    put_together = {
-        (name, which): torch.full(Bag.SHAPES[name], torch.nan).flatten()
-        for name in TRAINED
-        for which in MOMENTS
-    }
-    for read in reads:
-        for key, first, values in read["parts"]:
-            put_together[key][first : first + len(values)] = values
-    for key, expected in put_together.items():
-        for read in reads:
-            assert read["full"][key].dtype == torch.float32
-            assert torch.equal(read["full"][key].flatten(), expected), key
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -208,7 +165,6 @@ def test_safe_set_writes_the_nearest_codes_and_touches_no_other_parameter(ranks,
                 got = dict(zip(("codes", "scales", "dense"), new[which], strict=True))
                 for name, tensor in got.items():
                     assert torch.equal(tensor, getattr(store, name)), (which, name)
-        assert not torch.equal(before["full"][SET, "exp_avg"], after["full"][SET, "exp_avg"])
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -264,21 +220,6 @@ def test_state_dict_of_another_codec_is_encoded_again(ranks):
             expected.write(0, source.read(0, table.numel))
             buffers = (expected.codes, expected.scales, expected.dense)
             assert difference(got[which], buffers) == ""
-
-
-def test_state_dict_of_another_codec_logs_one_line_on_rank_0(ranks):
-    for number, rank in enumerate(ranks):
-        lines = [line for line in rank["load"]["lines"] if "were saved with" in line]
-        assert len(lines) == (number == 0)
-        for line in lines:
-            forms = [f"codec={name!r}, block_size=256" for name in (DEFAULT_CODEC, "dynamic")]
-            expected = f"zero8: moments were saved with {forms[0]} and loaded with"
-            assert line.startswith(f"{expected} {forms[1]},")
-
-
-def test_offload_and_reload_of_states_changes_nothing(ranks):
-    for rank in ranks:
-        assert difference(rank["offload"]["moved"], rank["offload"]["stayed"]) == ""
 
 
 def test_checkpoint_loads_and_reports_stay_while_states_are_offloaded(ranks):

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Save, load, go on: bit for bit as if nothing had happened, with every algorithm.
 
-Every cell of test_zero_matrix.py resumes with Adam, in a fresh engine of the same process.
+Every cell of test_zero_matrix.py resumes with Adam, and the jobs of test_zero_faults.py do in fresh
+processes.
 """
-
-import itertools
 
 import deepspeed
 import pytest
@@ -13,16 +12,12 @@ from muon_in_zero import LAYOUTS as OF_MUON
 from muon_in_zero import MUON
 from muon_worker import Known
 from nests import difference
-from params import layouts_to_run
-from ranks import report as report_result
-from ranks import run_ranks
 from torch import nn
 from zero_worker import (
     Model,
     base_optimizer,
     batch,
     config,
-    held,
     make_engine,
     take_step,
     through_and_resumed,
@@ -162,58 +157,3 @@ def test_zero_stable_embedding_has_float32_moments_however_the_engine_is_made(st
         # Without names a row has its shape.
         reports = [{f"{k}": row for k, row in rank[name].items()} for rank in ranks]
         assert_float32_embedding(reports, replicas=1)
-
-
-# --- In fresh processes --------------------------------------------------------------------------
-
-FRESH = {
-    "zero2 offload, bf16 masters": config(2, dtype=MASTERS) | CLIPPED,
-    "zero3 offload, bf16 masters": config(3, dtype=MASTERS, stochastic_rounding="hash") | CLIPPED,
-    "no zero": config(0, offload=None) | CLIPPED,
-}
-
-
-def train_through_and_save(folder, names):
-    """Train without a break; train again, save after `STEPS` steps; go on until killed."""
-    result = {}
-    for name in names:
-        engine = make_engine(FRESH[name])
-        losses = train(engine, 2 * STEPS)
-        result[name] = {"losses": losses[STEPS:], **held(engine)}
-        engine = make_engine(FRESH[name])
-        train(engine, STEPS)
-        engine.save_checkpoint(folder, tag=name)
-    report_result(result)
-    for step in itertools.count(STEPS):
-        train(engine, 1, first=step)
-
-
-def load_and_train(folder, names):
-    result = {}
-    for name in names:
-        engine = make_engine(FRESH[name])
-        assert engine.load_checkpoint(folder, tag=name)[0] is not None
-        losses = train(engine, STEPS, first=STEPS)
-        result[name] = {"losses": losses, **held(engine)}
-    return result
-
-
-@pytest.fixture(scope="module")
-def runs(request, tmp_path_factory):
-    """Return, for each rank, what went through and what was resumed, by layout."""
-    folder = tmp_path_factory.mktemp("resume")
-    kwargs = {"folder": f"{folder}/checkpoints", "timeout_s": 280}
-    kwargs["names"] = layouts_to_run(request, FRESH)
-    through = run_ranks(train_through_and_save, 2, folder, kill=True, **kwargs)
-    # Not in standing ranks: ZeRO-3 replaces torch's linear in a process for good, by one that
-    # rounds bfloat16 otherwise.
-    return list(zip(through, run_ranks(load_and_train, 2, folder, **kwargs), strict=True))
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * ("zero2" not in name)) for name in FRESH]
-)
-def test_resume_in_fresh_processes_is_bit_identical(runs, name):
-    for through, resumed in runs:
-        assert difference(through[name], resumed[name]) == ""
-        assert {state["step"] for state in resumed[name]["states"]} == {2 * STEPS}

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that nobody's `save` writes: calls in pickles, states and places that do not fit."""
+
+import io
+import os
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from zero8 import Adam8bitBlockwise
+
+
+class Call:
+    """Is pickled as a call of a function."""
+
+    def __init__(self, function: Callable, *arguments: object):
+        self._reduced = function, arguments
+
+    def __reduce__(self) -> tuple:
+        return self._reduced
+
+
+def saved(content: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+def rezipped(data: bytes, records: dict[str, bytes]) -> bytes:
+    """Return a file of torch.save with records replaced, or added after the others."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        found = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        for name, content in (found | records).items():
+            archive.writestr(f"archive/{name}", content)
+    return made.getvalue()
+
+
+def with_attributes(owner: type) -> bytes:
+    """Return a pickle that sets an attribute of a class, which `__setstate__` does not see."""
+    parts = (pickle.dumps(one, 2)[2:-1] for one in (owner, ({}, {"changed": 1})))
+    return b"\x80\x02" + b"".join(parts) + pickle.BUILD + pickle.STOP
+
+
+# --- Files of torch.save -------------------------------------------------------------------------
+
+
+def adam(**entries: object) -> dict:
+    """Return a state dict of AdamW, of one parameter, but for some entries."""
+    moments = {"exp_avg": torch.ones(256), "exp_avg_sq": torch.ones(256)}
+    return {"state": {0: {"step": 1, **moments, **entries}}, "param_groups": [{"params": [0]}]}
+
+
+def ours(**entries: object) -> dict:
+    """Return a state dict of ours, of one parameter, but for some entries."""
+    p = torch.nn.Parameter(torch.ones(4, 256))
+    p.grad = torch.ones_like(p)
+    optimizer = Adam8bitBlockwise([p], min_8bit_size=1)
+    optimizer.step()
+    found = optimizer.state_dict()
+    found["state"][0] |= entries
+    return found
+
+
+def laughs() -> list:
+    """Return lists in lists: 10^30 items."""
+    found: list = ["ha"] * 10
+    for _ in range(29):
+        found = [found] * 10
+    return found
+
+
+def in_itself() -> dict:
+    found: dict = {}
+    found["state"] = found
+    return found
+
+
+NAN = float("nan")
+FILES = {
+    "an attribute of a class": lambda: rezipped(
+        saved({}), {"data.pkl": with_attributes(OrderedDict)}
+    ),
+    "a dict in itself": lambda: saved(in_itself()),
+    "laughs for a step": lambda: saved(adam(step=laughs())),
+    "a step of NaN": lambda: saved(adam(step=NAN)),
+    "a step of -1": lambda: saved(adam(step=-1)),
+    "moments of other lengths": lambda: saved(adam(exp_avg=torch.ones(255))),
+    "format of floats": lambda: saved(ours(format=torch.ones(7))),
+    "codes of floats": lambda: saved(ours(exp_avg_q8=torch.ones(4, 256))),
+    "a correction of another length": lambda: saved(
+        ours(param_correction=torch.ones(8, dtype=torch.int8))
+    ),
+    "history of NaN": lambda: saved(ours(history=NAN)),
+    "history of 71 bits": lambda: saved(ours(history=2**70)),
+    "states in a list": lambda: saved({"state": [1], "param_groups": []}),
+    "groups without params": lambda: saved(adam() | {"param_groups": [{}]}),
+    "no states": lambda: saved({"x": 1}),
+    "empty": lambda: b"",
+}
+GOOD_FILES = {"of AdamW": lambda: saved(adam()), "of ours": lambda: saved(ours())}
+
+
+# --- Folders of torch.distributed.checkpoint -----------------------------------------------------
+
+STEP, CHUNK = saved(7), saved(torch.ones(4, 64))
+KEY = "optimizer.state.p.exp_avg"
+AT = MetadataIndex(KEY, (0, 0))
+
+
+def tensor(size: tuple, *chunks: tuple) -> TensorStorageMetadata:
+    made = [ChunkStorageMetadata(*map(torch.Size, chunk)) for chunk in chunks]
+    return TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(size), made)
+
+
+def metadata(change: Callable = lambda entries, places: None) -> bytes:
+    """Return a file `.metadata` of one parameter's state, changed by a function."""
+    whole = tensor((4, 64), ((0, 0), (4, 64)))
+    step = KEY.replace("exp_avg", "step")
+    entries = {KEY: whole, f"{KEY}_sq": whole, step: BytesStorageMetadata()}
+    place = _StorageInfo("__0_0.distcp", 0, len(CHUNK))
+    places = {AT: place, MetadataIndex(f"{KEY}_sq", (0, 0)): place}
+    places[MetadataIndex(step)] = _StorageInfo("step.distcp", 0, len(STEP))
+    change(entries, places)
+    return pickle.dumps(Metadata(entries, storage_data=places))
+
+
+def dcp_folder(folder: Path, content: bytes) -> Path:
+    """Make a folder of a whole checkpoint but for its metadata."""
+    folder.mkdir(parents=True)
+    for name, data in ((".metadata", content), ("__0_0.distcp", CHUNK), ("step.distcp", STEP)):
+        (folder / name).write_bytes(data)
+    os.mkfifo(folder / "pipe")
+    return folder
+
+
+def placed(**changes: object) -> Callable:
+    return lambda entries, places: places.update({AT: replace(places[AT], **changes)})
+
+
+def shaped(*shape: tuple) -> Callable:
+    return lambda entries, places: entries.update({KEY: tensor(*shape)})
+
+
+def of_columns(entries: dict, places: dict) -> None:
+    rows = 2**40
+    entries[KEY] = tensor((rows, 2), ((0, 0), (rows, 1)), ((0, 1), (rows, 1)))
+    places[MetadataIndex(KEY, (0, 1))] = places[AT]
+
+
+METADATA = {
+    "an attribute of a class": lambda: with_attributes(Metadata),
+    "another object": lambda: pickle.dumps({}),
+    "empty": lambda: b"",
+} | {
+    name: lambda change=change: metadata(change)
+    for name, change in {
+        "a file above": placed(relative_path="../x.distcp"),
+        "a file of a number": placed(relative_path=3),
+        "a file that is not there": placed(relative_path="x"),
+        "a pipe for a file": placed(relative_path="pipe"),
+        "a negative offset": placed(offset=-1),
+        "a length beyond": placed(length=2**36),
+        "compressed": placed(transform_descriptors=["zstd"]),
+        "no place": lambda entries, places: places.pop(AT),
+        "another shape": shaped((64, 4), ((0, 0), (64, 4))),
+        "chunks that overlap": shaped((6, 64), ((0, 0), (4, 64)), ((3, 0), (2, 64))),
+        "chunks that are not all": shaped((5, 64), ((0, 0), (4, 64))),
+        "one column of 2^40 rows": of_columns,
+        "a key of 10^6 characters": lambda entries, _: entries.update(
+            {"state." * 170_000: entries[KEY]}
+        ),
+    }.items()
+}
