@@ -42,17 +42,7 @@ atexit.register(lambda: used_mib() - before < {MAX_MIB} or print("took too much 
 
 @dataclass(frozen=True)
 class Attack:
-    """One crafted folder, a command on it, and the expected answer.
-
-    Attributes:
-        name: for the test's.
-        plant: makes the crafted files in a new folder and returns the code of the command.
-        statuses: the exit statuses that are right.
-        says: texts that the output must have.
-        stays: paths in the new folder that must be the same afterwards.
-        seconds: the time limit.
-        check: given the folder, the exit status and the output, returns what else is wrong.
-    """
+    """One crafted folder, a command on it, and the expected answer."""
 
     name: str
     plant: Callable[[Path], str]

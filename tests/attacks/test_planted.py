@@ -145,7 +145,7 @@ def then_apart(folder: Path, status: int, text: str) -> str:
     return refused_first(folder, status, text)
 
 
-DEPTH = 3000
+DEPTH = 1500  # more than Python's limit of calls in each other
 DEEP_STAYS = ("tags/t2", *(f"tags/t1/{name}" for name in (MANIFEST, MARKER, ".metadata")))
 
 # --- Planted tags --------------------------------------------------------------------------------

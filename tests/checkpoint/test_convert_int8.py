@@ -3,7 +3,6 @@
 
 import pytest
 import torch
-from checkpoint_command import called
 from convert_cases import converted, refusal, same
 from int8_folders import CODES, NAME, SCALES, save, save_cut, trained
 
@@ -65,16 +64,6 @@ def test_convert_keeps_tensors_of_these_names_that_are_of_no_parameter_with_stat
     model = torch.load(tmp_path / "out", weights_only=True)["model"]
     assert model.keys() == {NAME, "layer.bias", "norm.scale", *others}
     assert all(torch.equal(model[key], value) for key, value in others.items())
-
-
-def test_diff_of_int8_weights_counts_those_that_differ(tmp_path, capsys):
-    _, content = trained()
-    folders = [save(tmp_path / "one", content)]
-    content["model"][CODES] = content["model"][CODES].clone()
-    content["model"][CODES][7, :3] += 1
-    folders.append(save(tmp_path / "two", content))
-    (difference,) = called(capsys, "diff", *folders, status=1)["different"]
-    assert difference["weights"].startswith("3 of 12000 elements by up to ")
 
 
 def test_convert_of_int8_weights_whose_tensors_do_not_fit_is_refused(tmp_path):

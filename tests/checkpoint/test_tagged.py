@@ -37,14 +37,6 @@ def test_saving_of_what_is_not_written_yet_is_refused_and_the_tag_before_stays(t
     assert tags.read_latest(tmp_path) == "step1" and tagged.newest(tmp_path).name == "step1"
 
 
-def test_saving_keeps_so_many_complete_tags(tmp_path):
-    for step in range(4):
-        save(tmp_path, f"step{step}", keep=2)
-    assert [tag.name for tag in tags.complete_tags(tmp_path)] == ["step2", "step3"]
-    save(tmp_path, "step4")
-    assert len(tags.complete_tags(tmp_path)) == 3
-
-
 def test_ranks_save_find_and_fail_together(standing_ranks, tmp_path):
     found = standing_ranks(2).run(save_and_find, folder=str(tmp_path))
     assert [rank["found"] for rank in found] == ["step1", "step1"]

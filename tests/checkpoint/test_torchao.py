@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of torchao 0.18, made by tests/golden/write_torchao.py, with what they decode to."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from places import GOLDEN
@@ -87,10 +85,8 @@ REFUSED = [
         ("8bit", changes, f"exp_avg_sq: {message}")
         for changes, message in (
             ({"scale": torch.ones(17)}, "got 17 scales of 4096 codes"),
-            ({"scale": torch.ones(0)}, "got 0 scales of 4096 codes"),
             ({"scale": torch.ones(32)}, ".* in blocks of 128, expected .* in blocks of 256"),
             ({"scale": torch.ones(16).half()}, "got codes or scales of an unknown type"),
-            ({"codes": torch.ones(8, 512)}, "got codes or scales of an unknown type"),
             ({"codes": torch.ones(4, 1024, dtype=BYTES)}, r"got dynamic of shape \(4, 1024\)"),
             ({"qmap": torch.linspace(0, 1, 256)}, "got a map that is not that of dynamic"),
         )
@@ -115,17 +111,6 @@ def test_import_of_torchao_with_what_does_not_fit_is_refused(name, changes, mess
         from_foreign(state_dict)
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [("OptimState2bit", "OptimState2bit.*expected one of"), ("OptimStateFp8", "expected dynamic")],
-)
-def test_import_of_torchao_of_another_class_is_refused(other, message):
-    state_dict = golden("8bit")["optimizer"]
-    state_dict["state"][ROWS_OF_BLOCKS]["exp_avg_sq"].name = f"torchao.optim.x.{other}"
-    with pytest.raises(ValueError, match=message):
-        from_foreign(state_dict)
-
-
 def test_convert_of_torchao_with_a_code_that_is_nan_is_refused(tmp_path):
     content = (GOLDEN / "torchao_fp8.pt").read_bytes()
     codes = golden("fp8")["optimizer"]["state"][ROWS_OF_BLOCKS]["exp_avg"].state["codes"]
@@ -134,18 +119,3 @@ def test_convert_of_torchao_with_a_code_that_is_nan_is_refused(tmp_path):
     (tmp_path / "in.pt").write_bytes(content.replace(whole, b"\x7f" + whole[1:]))
     with pytest.raises(ValueError, match="a code that is NaN"):
         convert(tmp_path / "in.pt", tmp_path / "out.pt", "plain")
-
-
-def test_files_that_name_classes_are_read_in_threads_as_alone():
-    """torch's table of what a file may name is one for all threads."""
-    paths = [GOLDEN / f"torchao_{name}.pt" for name in CODECS] * 40
-    with ThreadPoolExecutor(4) as pool:
-        moments = [
-            found["optimizer"]["state"][ROWS_OF_BLOCKS]["exp_avg"]
-            for found in pool.map(load, paths)
-        ]
-    assert {moment.name.rpartition(".")[2] for moment in moments} == {
-        "OptimState8bit",
-        "OptimStateFp8",
-        "OptimState4bit",
-    }

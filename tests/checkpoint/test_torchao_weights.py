@@ -34,27 +34,6 @@ def test_convert_of_torchao_weights_has_their_values_and_states(tmp_path):
         assert same(found["optimizer"]["state"][number], state, state)
 
 
-def weights_in(path, to, tmp_path):
-    """Return the weights that a conversion to a target has written."""
-    if to == "zero":
-        files = path.rglob("fp32.pt")
-        return {file.parent.name: torch.load(file, weights_only=False)["param"] for file in files}
-    if to == "dcp":
-        converted(path, tmp_path / "plain", "plain")
-        path = tmp_path / "plain"
-    return torch.load(path, weights_only=True)["model"]
-
-
-@pytest.mark.parametrize("to", ["dcp", "zero", "fp32"])
-def test_convert_of_torchao_weights_to_another_target_keeps_their_values(to, tmp_path):
-    assert converted(PATH, tmp_path / "out", to)["has_weights"]
-    found = weights_in(tmp_path / "out", to, tmp_path)
-    theirs = load(PATH)["values"]
-    assert found.keys() == theirs.keys()
-    for name, values in theirs.items():
-        assert torch.equal(found[name].float(), values.float()), name
-
-
 def saved_weight(kind: str, parts: object) -> Inert:
     made = Inert(f"torchao.somewhere.{kind}", ())
     made.state = parts

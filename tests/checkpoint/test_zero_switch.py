@@ -5,7 +5,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from universal_cuts import check_within_half_a_code, convert, convert_fp32, decoded, joined
-from universal_worker import settings, steps_to_tensors, visit
+from universal_worker import settings, visit
 from zero_worker import MOMENTS
 
 # A first run also builds DeepSpeed's ops.
@@ -20,7 +20,7 @@ ADAMS = {
 }
 OURS = (None, {})
 CASES = [(stage, adam) for stage in STAGES for adam in ADAMS]
-BEFORE, AFTER = (0, 1), (2, 3, 4)
+BEFORE, AFTER = (0, 1), (2,)
 
 
 def config_of(stage, adam, universal):
@@ -61,27 +61,19 @@ def switched(standing_ranks, tmp_path_factory):
             "as it is": ("ours", adam, False),
             "by universal": ("ours", adam, True),
             "back": (adam, "ours", True),
-            "not at all": (adam, adam, False),
         }
         for way, (into, source, universal) in ways.items():
             jobs[stage, adam, way] = {
                 "ds_config": config_of(stage, into, universal),
                 "source": f"{folder}/{stage} {source}",
-                "steps": AFTER,
+                "steps": AFTER if into == "ours" else (),
                 "grouped": False,
-                "after_load": steps_to_tensors if (into, way) == ("torch", "back") else None,
             }
     return {"folder": folder, "saved": saved, **run(ranks, jobs)}
 
 
 def parts(ours, theirs, entry):
-    """Return by parameter what ranks hold of an entry in float32, in the places of our states.
-
-    Args:
-        ours: of each rank, what it held with our states.
-        theirs: the same with float32 states, in the same partitions.
-        entry: one of MOMENTS, or master.
-    """
+    """Return by parameter what `theirs` hold of an entry in float32, in the places of `ours`."""
     made = {name: torch.zeros(len(e["weights"])) for name, e in joined(ours).items()}
     for mine, others in zip(ours, theirs, strict=True):
         for state, other in zip(mine["states"], others["states"], strict=True):
@@ -110,6 +102,7 @@ def test_fp32_adam_goes_on_in_8_bits_within_half_a_code(switched, stage, adam, w
     assert steps_of(ours) == {len(BEFORE)}
     for name, master in parts(ours, theirs, "master").items():
         assert torch.equal(held[name]["weights"], master), name
+    assert steps_of(of_ranks(switched[stage, adam, way], "stepped")) == {len(BEFORE + AFTER)}
     for which in MOMENTS:
         for name, exact in parts(ours, theirs, which).items():
             scales = held[name].get(f"{which}_scale")
@@ -131,21 +124,3 @@ def test_8_bits_go_on_in_an_fp32_adam_exactly(switched, stage, adam):
     for which in MOMENTS:
         for name, got in parts(ours, theirs, which).items():
             assert torch.equal(decoded(held[name], which), got), (name, which)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["as it is", "by universal", "back"])
-@pytest.mark.parametrize(("stage", "adam"), CASES)
-def test_switched_training_goes_on_as_it_would_have_without(switched, stage, adam, way):
-    """After three steps the weights are near those of fp32 all the way: within a fifth of the way.
-
-    That far are those of "lora_b" only, whose rows share blocks and are up to 2^13 apart in size.
-    """
-    ended, without = (of_ranks(switched[stage, adam, w], "stepped") for w in (way, "not at all"))
-    began = of_ranks(switched[stage, adam, "not at all"], "loaded")
-    assert steps_of(ended) == {len(BEFORE) + len(AFTER)}
-    for name, reached in without[0]["parameters"].items():
-        moved = (reached - began[0]["parameters"][name]).norm()
-        apart = (ended[0]["parameters"][name] - reached).norm()
-        assert apart <= (0.2 if name == "lora_b" else 0.1) * moved, (name, apart / moved)
-        assert moved > 0 or name in ("frozen", "tied")

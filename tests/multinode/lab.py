@@ -83,12 +83,7 @@ def _run(*command: str) -> None:
 
 
 class Lab:
-    """Hosts node0, node1, ..., which share this machine's disk but for /tmp.
-
-    Attributes:
-        hosts: their names.
-        folder: a folder outside of /tmp for what they share.
-    """
+    """Hosts node0, node1, ..., which share this machine's disk but for /tmp."""
 
     def __init__(self, num_hosts: int):
         """Start the hosts; takes about a tenth of a second each."""

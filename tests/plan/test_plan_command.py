@@ -10,7 +10,7 @@ from doc_blocks import is_shown
 
 from zero8 import cli
 from zero8.plan.model import Model
-from zero8.plan.setup import BY_NAME, Setup, with_deepspeed_config
+from zero8.plan.setup import Setup, with_deepspeed_config
 from zero8.plan.share import share_of
 from zero8.spec.codec import CODECS
 from zero8.state.policy import Policy
@@ -67,16 +67,6 @@ def test_plan_of_a_codec_counts_its_codes_and_scales(capsys, codec):
     assert default - chosen == pytest.approx(expected * 1e9, rel=1e-3)
 
 
-@pytest.mark.parametrize("optimizer", BY_NAME)
-def test_plan_of_an_optimizer_is_that_of_a_config_with_its_type(capsys, tmp_path, optimizer):
-    config = tmp_path / "ds.json"
-    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    content = {"optimizer": {"type": optimizer}, "bf16": {"enabled": True}}
-    config.write_text(json.dumps({**content, "zero_optimization": zero}))
-    by_name = planned(capsys, "--parameters", "1B", "--optimizer", optimizer)
-    assert by_name == planned(capsys, "--parameters", "1B", "--ds-config", str(config))
-
-
 def test_plan_of_a_deepspeed_config_takes_its_settings():
     optimizer = {"block_size": 128, "weight_correction_bits": 8, "lr": 1e-3}
     nvme = {"device": "nvme", "buffer_count": 6, "pipeline_read": True, "pipeline_write": True}
@@ -116,18 +106,6 @@ def test_plan_of_a_config_counts_the_moments_of_its_optimizer(name, num_bytes):
     assert share.fp32_bytes == share.zero8_bytes == num_bytes * 10**6
     in_8bit = share_of(model, replace(setup, policy=Policy())).zero8_bytes
     assert 1 < 4 * in_8bit / share.fp32_bytes < 1.05
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_plan_of_a_config_of_muon_counts_one_moment_of_matrices_and_two_of_the_others(stage):
-    params = {"min_8bit_size": 10**9, "adam_params": ["embed"]}
-    config = {"optimizer": {"type": "Muon8bitBlockwise", "params": params}}
-    setup = replace(with_deepspeed_config(Setup(), config), stage=stage, world_size=2)
-    shapes = {"embed": (1000, 10), "weight": (1000, 1000), "bias": (1000,)}
-    share = share_of(Model("", tuple(shapes.items())), setup)
-    ranks = 2 if stage else 1
-    assert share.fp32_bytes * ranks == 4 * 10**6 + 8 * 11_000
-    assert share.zero8_bytes * ranks == pytest.approx(share.fp32_bytes * ranks, rel=0.01)
 
 
 WITHOUT_TIME = {

@@ -63,10 +63,6 @@ def test_link_takes_gradients_down_and_weights_up(settings, fp32, zero8):
     assert per_param("link_bytes", **settings) == [fp32, zero8]
 
 
-def test_nvme_takes_masters_gradients_and_moments():
-    assert per_param("nvme_bytes", stage=3, offload="nvme") == [16, 8 + STATES]
-
-
 def test_step_time_with_few_cores_is_theirs():
     fp32, zero8 = steps(cores=2)
     assert (fp32.limit, zero8.limit) == ("cores", "cores")

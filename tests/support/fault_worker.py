@@ -46,16 +46,7 @@ def be_rank(folder, **kwargs) -> None:
 
 
 def job(rank, folder, ds_config, steps=1, kill=None, tag=None):
-    """Load the checkpoint that is there, note it, take steps, save after each.
-
-    Args:
-        rank: of this process.
-        folder: for notes, and of the folder of checkpoints.
-        ds_config: for the engine.
-        steps: to take.
-        kill: (rank, number): which rank is killed just before which write of its saves.
-        tag: to save under; None for one of each step.
-    """
+    """Load the checkpoint that is there, note it, take steps, save after each."""
     from zero_worker import held, make_engine, train
 
     def note(**values):

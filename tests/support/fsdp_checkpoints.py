@@ -58,11 +58,7 @@ def load(model: nn.Module, optimizer, mode: str, folder: Path) -> None:
 
 
 def save_all(layout: str, folder: Path, steps: int, more: int) -> tuple[dict, dict]:
-    """Train, write a checkpoint of every mode, and train on.
-
-    Returns:
-        `results` at the checkpoints, and at the end.
-    """
+    """Train, write a checkpoint of every mode, and train on."""
     start()
     model = sharded(LAYOUTS[layout])
     optimizer = optimizer_of(model, LAYOUTS[layout])
@@ -108,11 +104,7 @@ def moments(model: nn.Module, optimizer) -> dict[str, dict]:
 
 
 def carry(mode: str, first: str, second: str, folder: Path) -> tuple:
-    """Train one optimizer, and load its checkpoint into another.
-
-    Returns:
-        The `moments` of the first, of the second before and after, and what the load raised.
-    """
+    """Train one optimizer, and load its checkpoint into another."""
     start()
     model = sharded(LAYOUTS["float32"])
     optimizer = adam_of(first, model)
@@ -127,12 +119,7 @@ def carry(mode: str, first: str, second: str, folder: Path) -> tuple:
 
 
 def assigned(folder: Path) -> tuple[list[dict], tuple[dict, dict]]:
-    """Assign moments, as DTensors and as local tensors, and keep entries of other code.
-
-    Returns:
-        `results` a step later, and those where the same moments have been loaded; and the other
-        code's tensors, as loaded from a full state dict, and as they are to be.
-    """
+    """Assign moments, as DTensors and as local tensors, and keep entries of other code."""
     start()
     pairs = []
     for _ in range(3):
@@ -166,11 +153,7 @@ def assigned(folder: Path) -> tuple[list[dict], tuple[dict, dict]]:
 
 
 def save_in_training(folder: Path) -> tuple[dict, dict, dict]:
-    """Start an asynchronous checkpoint, train on while it is written, and load it elsewhere.
-
-    Returns:
-        `results` when it was started, after the steps that followed, and as loaded.
-    """
+    """Start an asynchronous checkpoint, train on while it is written, and load it elsewhere."""
     start()
     model = sharded(LAYOUTS["offload"])
     optimizer = optimizer_of(model, LAYOUTS["offload"])

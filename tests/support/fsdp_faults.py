@@ -51,13 +51,7 @@ def held(params: list, optimizer) -> tuple[list, list[dict]]:
 
 
 def refused(name: str) -> dict:
-    """Return what an optimizer says to a parameter that is not served, after one that is.
-
-    Returns:
-        error: of the constructor.  later: of a step, where the parameter came after that, as
-        under Accelerate.  same: whether this rank holds what it held then.  states: how many there
-        are.  then: `results` of the steps of an optimizer that keeps float32 moments of it.
-    """
+    """Return what an optimizer says to a parameter that is not served, after one that is."""
     case = REFUSED[name]
     mesh, (bad,), _ = make_distributed(case, fp32_params=["w0"])
     good = nn.Parameter(distribute_tensor(numbers((64, 300), 50), mesh, [Shard(0)]))
@@ -97,13 +91,7 @@ def spoiled(grads: list[Tensor]) -> list[Tensor]:
 
 
 def stepped_over_a_nan(alone: bool = False) -> dict:
-    """Return what happens where the gradient of one rank is not finite in the second of 3 steps.
-
-    Returns:
-        stepped: the error of that step.  checked: that of `check_finite`.  here: how many blocks
-        this rank has counted.  blocks: the weights of the bad block before and after that step.
-        results: at the end.
-    """
+    """Return what happens where the gradient of one rank is not finite in the second of 3 steps."""
     case = NONFINITE
     mesh, params, optimizer = make_distributed(case, alone)
     run(case, mesh, params, optimizer, 0, 1)
@@ -131,15 +119,7 @@ FAULTS = {
 
 
 def assigned_a_fault(name: str, is_whole_state: bool) -> dict:
-    """Return what happens where a moment that is assigned has a fault on one rank.
-
-    Args:
-        name: a key of `FAULTS`.
-        is_whole_state: whether the state is assigned as a whole, as one of AdamW.
-
-    Returns:
-        As `stepped_over_a_nan`, but weights: after the step, and with 0.5 in place of the fault.
-    """
+    """Return what happens where a moment that is assigned has a fault on one rank."""
     keywords, key, fault = FAULTS[name]
     case, weights = NONFINITE, []
     for value in (0.5, fault):
@@ -199,12 +179,7 @@ BREAKAGES = {
 
 
 def loaded_broken(breakage: str) -> dict:
-    """Return what happens where the state that is loaded does not fit on the first rank alone.
-
-    Returns:
-        error: of `load_state_dict`.  same: whether this rank holds what it held, and the settings.
-        results: after a third step.
-    """
+    """Return what happens where the state that is loaded does not fit on the first rank alone."""
     case = NONFINITE
     mesh, params, optimizer = make_distributed(case)
     run(case, mesh, params, optimizer, 0, 1)

@@ -26,16 +26,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """Parameters with one way of distributing them.
-
-    Attributes:
-        placements: one for each dimension of the mesh.
-        shapes: of the parameters.
-        mesh: its shape.
-        dtype: of the parameters.
-        grads: placements of the gradients; None for those of the parameters.
-        keywords: of the optimizer.
-    """
+    """Parameters with one way of distributing them."""
 
     placements: Placements
     shapes: tuple[tuple[int, ...], ...]

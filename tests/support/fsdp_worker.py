@@ -55,16 +55,7 @@ def gradient(name: str, step: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """One way of sharding.
-
-    Attributes:
-        dtype: of the parameters.
-        offload: whether parameters are kept on the CPU by policy.
-        mixed: whether the forward and the backward are in bfloat16.
-        replicas: how many groups of ranks hold the same.
-        keywords: of the optimizer, beside `OPTIONS`.
-        made: the optimizer's class.
-    """
+    """One way of sharding."""
 
     dtype: torch.dtype = torch.float32
     offload: bool = False
@@ -182,13 +173,7 @@ def trained(layout: str, steps: int, way: str = "after the backward") -> dict[st
 def clipped(
     layout: str, by_norms: list[Tensor] | None = None
 ) -> tuple[dict[str, dict], list[Tensor]]:
-    """Return `results` after steps that are clipped, and the norms.
-
-    Args:
-        layout: a key of `LAYOUTS`.
-        by_norms: a norm for each step, by which torch clips before it; the norms returned are
-            torch's then.
-    """
+    """Return `results` after steps that are clipped, and the norms."""
     start()
     model = sharded(LAYOUTS[layout])
     optimizer = optimizer_of(model, LAYOUTS[layout])
@@ -231,14 +216,7 @@ WRITES = {
 
 
 def written(write: str) -> list[dict[str, dict]]:
-    """Return `results` of a step on 24-bit weights of which a script has written the bfloat16.
-
-    Args:
-        write: a key of `WRITES`.
-
-    Returns:
-        The results, and those where the corrections have been set to 0, too.
-    """
+    """Return `results` of a step on 24-bit weights of which a script has written the bfloat16."""
     start()
     layout, found = LAYOUTS["corrected"], []
     for drops in (False, True):

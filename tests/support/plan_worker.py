@@ -63,11 +63,7 @@ def _held(ds_config):
 
 
 def held_by_fsdp2(cases):
-    """Return, by case, the bytes that this rank holds of each kind of thing after a step.
-
-    Args:
-        cases: by name the dtype of the weights, and settings of the optimizer.
-    """
+    """Return, by case, the bytes that this rank holds of each kind of thing after a step."""
     return {name: _held_by_fsdp2(*case) for name, case in cases.items()}
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from examples.gpt import __main__ as command
 from examples.gpt.__main__ import FLOAT32
 from examples.gpt.engines import FSDP2Engine, load_config, make_int8, separated
-from examples.gpt.model import GPT, GPTConfig, load_text, train_batch
+from examples.gpt.model import GPT, GPTConfig
 
 # The job's configs, by engine and optimizer.
 DEEPSPEED, FSDP2 = "deepspeed", "fsdp2"
@@ -58,37 +58,14 @@ def row(
         return command.train(Namespace(**arguments), load_config(path, optimizer, codec))
 
 
-def fsdp2_engine(model: GPT, optimizer: str, checkpoint: Path | None = None, **changes):
-    """Return an engine of the job under FSDP2; `changes` are of its section "fsdp2"."""
-    path = config_of(FSDP2, optimizer)
-    config = load_config(path, optimizer)
-    config["fsdp2"] |= changes
-    return FSDP2Engine(model, config, TOTAL_STEPS, checkpoint)
-
-
 def loaded_int8_weights(checkpoint: str) -> dict[str, torch.Tensor]:
     """Return the whole weights that a run goes on with, INT8 ones as their codes and scales."""
     model = GPT(SMALL)
     make_int8(model)
-    engine = fsdp2_engine(model, "Adam8bitBlockwise", Path(checkpoint))
+    config = load_config(config_of(FSDP2, "Adam8bitBlockwise"), "Adam8bitBlockwise")
+    engine = FSDP2Engine(model, config, TOTAL_STEPS, Path(checkpoint))
     parts = separated(engine.module.state_dict())
     return {
         name: part.full_tensor() if isinstance(part, DTensor) else part
         for name, part in parts.items()
     }
-
-
-def losses_under_fsdp2(
-    optimizer: str, steps: int, micro_batches: int = 1, **changes
-) -> list[float]:
-    """Return this rank's losses at the steps of `row`, on the same windows."""
-    torch.manual_seed(0)
-    engine = fsdp2_engine(GPT(SMALL), optimizer, **changes)
-    engine.micro_batch_size //= micro_batches
-    text, rank, losses = load_text(DATA).train, torch.distributed.get_rank(), []
-    for step in range(steps):
-        windows = train_batch(text, 8, SMALL.context, seed=0, step=step, rank=rank)
-        of_parts = engine.step(windows)
-        assert len(of_parts) == micro_batches
-        losses.append(sum(of_parts) / len(of_parts))
-    return losses

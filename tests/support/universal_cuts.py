@@ -40,16 +40,7 @@ def convert_fp32(folder):
 
 
 def travel(ranks_of, world_sizes, all_steps, chains, folder, grouped=True):
-    """Take chains of configs through world sizes; return by chain what the ranks held at each.
-
-    Args:
-        ranks_of: makes the ranks of a world size.
-        world_sizes: one for each hop.
-        all_steps: the numbers of the steps of each hop.
-        chains: configs of each hop, by name.
-        folder: for the checkpoints, as NAME/HOP.
-        grouped: whether the parameters are in groups.
-    """
+    """Take chains of configs through world sizes; return by chain what the ranks held at each."""
     visits = {name: [] for name in chains}
     for hop, (world_size, steps) in enumerate(zip(world_sizes, all_steps, strict=False)):
         jobs = [
@@ -84,9 +75,6 @@ def check_same_but_cut_blocks(before, after):
     linear within an octave, so half a code is at most half of the wider of the two gaps beside a
     level; beside the lowest and the highest level of v, which has one neighbour of its kind, at
     most the gap.
-
-    Returns:
-        by parameter, which elements are in blocks that are whole in both.
     """
     assert before.keys() == after.keys()
     whole = {}

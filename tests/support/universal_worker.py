@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ranks of the tests of universal checkpoints run: load, look, step, save."""
 
-import torch
 from convert_model import SHAPES
 from ranks import error_of
 from zero_worker import MOMENTS, Bag, base_optimizer, config, held, make_engine, take_step
-
-from zero8.spec.adam import UNKNOWN_HISTORY
 
 
 class Parts(Bag):
@@ -32,25 +29,13 @@ def visit_one(
     steps: tuple = (),
     target: str | None = None,
     grouped: bool = True,
-    after_load=None,
 ) -> dict:
-    """Load a checkpoint into a new engine, step, save; return what this rank held on the way.
-
-    Args:
-        ds_config: the config of DeepSpeed; it says whether `source` is universal.
-        source: folder of checkpoints to load the latest from.
-        steps: numbers of the steps to take.
-        target: folder of checkpoints to save to, as the tag "saved".
-        grouped: whether the parameters are in GROUPS.
-        after_load: called with the engine, a function of this module.
-    """
+    """Load a checkpoint into a new engine, step, save; return what this rank held on the way."""
     engine = engine_of(ds_config, grouped)
     result = {}
     if source is not None:
         path, _ = engine.load_checkpoint(source)
         assert path is not None
-        if after_load:
-            after_load(engine)
         result["loaded"] = encoded(engine)
     for step in steps:
         take_step(engine, step)
@@ -90,26 +75,6 @@ def encoded(engine) -> dict:
         for group in base.param_groups
     ]
     return {**held(engine), "arrived": arrived, "options": options}
-
-
-def step_through(ds_config: dict, hops: tuple) -> dict:
-    """Take the steps of all hops without a checkpoint; return what this rank held at the end.
-
-    What checkpoints do not carry is forgotten between the hops: the bound on m^2/v.
-    """
-    engine = engine_of(ds_config)
-    for steps in hops:
-        for state in base_optimizer(engine).state.values():
-            state["history"] = UNKNOWN_HISTORY
-        for step in steps:
-            take_step(engine, step)
-    return encoded(engine)
-
-
-def steps_to_tensors(engine) -> None:
-    """Do what torch's AdamW needs after a load: its `step` is a tensor."""
-    for state in base_optimizer(engine).state.values():
-        state["step"] = torch.tensor(float(state["step"]))
 
 
 def error_of_load(ds_config: dict, source: str, grouped: bool = True):

@@ -92,14 +92,7 @@ def empty_entry(piece, state):
 
 
 def assert_equals_plain(made, expected, block_size, cut_per_param):
-    """Compare what was put together with plain states, where blocks are whole.
-
-    Args:
-        made: from `put_together`.
-        expected: {parameter: (weights, state of the plain optimizer)}.
-        block_size: elements per scale.
-        cut_per_param: how many blocks of a parameter boundaries may cut.
-    """
+    """Compare what was put together with plain states, where blocks are whole."""
     assert sorted(made) == sorted(expected)
     for parameter, (weights, state) in expected.items():
         entry = made[parameter]

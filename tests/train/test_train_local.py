@@ -77,9 +77,6 @@ def start_local(tmp_path):
     ("optimizer", "fp32_bytes", "bytes_8bit"),
     [
         ("Adam8bitBlockwise", 8, 2.1),
-        # DeepSpeed's Lion has a second moment, which it never reads.
-        ("Lion8bitBlockwise", 8, 1.05),
-        ("SGD8bitBlockwise", 4, 1.05),
         # Of AdamW's parameters, which are no matrices, there are two moments.
         ("Muon8bitBlockwise", 7_135_232 / 1_678_336, 1.08),
     ],
@@ -111,20 +108,6 @@ def test_local_sh_four_steps_writes_summary_of_both_runs(
         for rank in range(2):
             log = (tmp_path / "out" / f"{name}.rank{rank}.log").read_text()
             assert "total_num_steps 4 is less than warmup_num_steps" in log
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(TIME_LIMIT + 2 * STOP_LIMIT)
-def test_local_sh_failing_run_exits_nonzero(tmp_path, start_local):
-    config = tmp_path / "config.json"
-    config.write_text('{"optimizer": {"type": "SGD"}}')
-    process = start_local(CONFIG=str(config), RANKS="1")
-    output = process.communicate(timeout=TIME_LIMIT)[0]
-    assert process.returncode != 0
-    assert "Traceback (most recent call last)" in output
-    assert "ValueError: got optimizer type 'SGD'" in output
-    assert "expected 'Adam8bitBlockwise'" in output
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
