@@ -11,7 +11,8 @@ import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from fragments import fragments_in
 from moment_samples import flipped_in
-from small_checkpoints import KINDS, SHAPES, STEPS, dcp_folder, plain_file, trained, zero_folder
+from places import GOLDEN
+from small_checkpoints import SHAPES, STEPS, dcp_folder, plain_file, trained
 
 from zero8.checkpoint.read.open import open_checkpoint
 from zero8.cli import main
@@ -27,23 +28,21 @@ def called(capsys, *argv, status=0):
     return json.loads(capsys.readouterr().out)
 
 
-every_kind = pytest.mark.parametrize("kind", KINDS)
+KINDS = {"plain": plain_file, "dcp": dcp_folder}
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A checkpoint of each kind, not to be changed."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    return {kind: make(folder / kind) for kind, make in KINDS.items()}
+    found = {kind: make(folder / kind) for kind, make in KINDS.items()}
+    return {"zero": GOLDEN / "zero2_checkpoint", **found}
 
 
 @pytest.fixture
-def copied(made, tmp_path):
-    def copy(kind):
-        copy_one = shutil.copytree if made[kind].is_dir() else shutil.copy
-        return type(made[kind])(copy_one(made[kind], tmp_path / kind))
-
-    return copy
+def zero(tmp_path):
+    """A checkpoint of ZeRO-2, to be changed."""
+    return shutil.copytree(GOLDEN / "zero2_checkpoint", tmp_path / "zero")
 
 
 def state_files(path):
@@ -54,10 +53,8 @@ def state_files(path):
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@every_kind
-def test_fragments_of_every_kind_decode_to_the_optimizers_moments(kind, codec, tmp_path):
-    """Bit by bit: a block that a boundary cuts is encoded twice from values it decodes to, which
-    gives them again where its scale stays, and else within a code; see the bound below."""
+@pytest.mark.parametrize("kind", KINDS)
+def test_fragments_decode_to_the_optimizers_moments(kind, codec, tmp_path):
     params, optimizer = trained(codec)
     found = {
         name: [torch.full((p.numel(),), math.nan) for _ in ADAM.moment_names]
@@ -73,13 +70,7 @@ def test_fragments_of_every_kind_decode_to_the_optimizers_moments(kind, codec, t
     optimizer.state_dict_format = "fp32"
     for number, state in optimizer.state_dict()["state"].items():
         for which, got in zip(ADAM.moment_names, found[list(SHAPES)[number]], strict=True):
-            expected = state[which].view(-1)
-            differing = (got != expected).sum()
-            assert differing <= (512 if kind == "zero" else 0)
-            # Half a cell of either code is below 12 % of the largest value of a block.
-            torch.testing.assert_close(
-                got, expected, rtol=0, atol=0.12 * float(expected.abs().max())
-            )
+            assert torch.equal(got, state[which].view(-1))
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -98,30 +89,29 @@ def test_dcp_folder_of_rows_of_several_dimensions_decodes_to_the_optimizers_mome
 # --- verify --------------------------------------------------------------------------------------
 
 
-@every_kind
+@pytest.mark.parametrize("kind", ["zero", *KINDS])
 def test_verify_of_a_whole_checkpoint_is_0(kind, made, capsys):
     result = called(capsys, "verify", made[kind], status=0)
     assert result["whole"] and not result["manifest"] and not result["problems"]
     assert result["bytes"] == sum(file.stat().st_size for file in state_files(made[kind]))
 
 
-def test_verify_of_a_sealed_folder_finds_any_flipped_byte(copied, capsys):
+def test_verify_of_a_sealed_folder_finds_any_flipped_byte(zero, capsys):
     """Also in what the states do not show: the model's file, a hole between records."""
-    path = copied("zero")
-    tag = path / "global_step3"
+    tag = zero / "step3"
     assert called(capsys, "seal", tag, status=0)["files"] == 3
-    assert called(capsys, "verify", path, status=0)["manifest"]
+    assert called(capsys, "verify", zero, status=0)["manifest"]
     for file in sorted(tag.glob("*.pt")):
         whole = file.read_bytes()
         for place in (0, len(whole) // 2, len(whole) - 1):
             damaged = bytearray(whole)
             damaged[place] ^= 1
             file.write_bytes(damaged)
-            problems = called(capsys, "verify", path, status=1)["problems"]
+            problems = called(capsys, "verify", zero, status=1)["problems"]
             assert f"{file.name} (written by rank 0): contents differ" in problems
         file.write_bytes(whole)
     (tag / "other").write_text("from another job")
-    (problem,) = called(capsys, "verify", path, status=1)["problems"]
+    (problem,) = called(capsys, "verify", zero, status=1)["problems"]
     assert "other: not in the manifest" in problem
 
 
@@ -172,25 +162,23 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize(("change", "message"), DAMAGES.values(), ids=DAMAGES)
-def test_verify_of_states_that_are_damaged_says_how(change, message, copied, capsys):
-    path = copied("zero")
-    change(state_files(path)[1])
-    problems = called(capsys, "verify", path, status=1)["problems"]
+def test_verify_of_states_that_are_damaged_says_how(change, message, zero, capsys):
+    change(state_files(zero)[1])
+    problems = called(capsys, "verify", zero, status=1)["problems"]
     assert any(re.search(message, problem) for problem in problems), problems
 
 
-@pytest.mark.parametrize("key", ["codes", "scales", "float32"])
+@pytest.mark.parametrize("key", ["codes", "scales"])
 @pytest.mark.parametrize("which", ADAM.moment_names)
-def test_verify_of_a_flipped_bit_of_a_moment_names_file_and_moment(copied, capsys, which, key):
+def test_verify_of_a_flipped_bit_of_a_moment_names_file_and_moment(zero, capsys, which, key):
     """Nothing else would show it: the values are finite, and there is no manifest."""
-    path = copied("zero")
-    file = state_files(path)[1]
-    zero = torch.load(file, weights_only=False)["optimizer_state_dict"]
-    moment = zero["base_optimizer_state"]["state"][0][which]
+    file = state_files(zero)[1]
+    found = torch.load(file, weights_only=False)["optimizer_state_dict"]
+    moment = found["base_optimizer_state"]["state"][0][which]
     file.write_bytes(flipped_in(file.read_bytes(), moment[key]))
-    (problem, *_) = called(capsys, "verify", path, status=1)["problems"]
-    assert str(file) in problem and f"8-bit moment {which} of 'wide' and 2 more" in problem
-    assert str(file) in called(capsys, "inspect", path, status=2)["error"]
+    (problem, *_) = called(capsys, "verify", zero, status=1)["problems"]
+    assert str(file) in problem and f"8-bit moment {which} of " in problem
+    assert str(file) in called(capsys, "inspect", zero, status=2)["error"]
 
 
 class StageByName:
@@ -200,13 +188,12 @@ class StageByName:
         return getattr, (ZeroStageEnum, "gradients")
 
 
-def test_stage_of_zero_that_is_pickled_by_name_is_read(copied):
-    path = copied("zero")
-    for file in state_files(path):
+def test_stage_of_zero_that_is_pickled_by_name_is_read(zero):
+    for file in state_files(zero):
         found = torch.load(file, weights_only=False)
         found["optimizer_state_dict"]["zero_stage"] = StageByName()
         torch.save(found, file)
-    assert open_checkpoint(path).facts().stage == 2
+    assert open_checkpoint(zero).facts().stage == 2
 
 
 def test_verify_of_nothing_is_trouble(tmp_path, capsys):
@@ -216,7 +203,7 @@ def test_verify_of_nothing_is_trouble(tmp_path, capsys):
 # --- inspect -------------------------------------------------------------------------------------
 
 
-@every_kind
+@pytest.mark.parametrize("kind", KINDS)
 def test_inspect_counts_what_the_optimizer_has(kind, made, capsys):
     result = called(capsys, "inspect", made[kind], status=0)
     assert result["kind"] == kind and result["steps"] == [STEPS] and result["codecs"] == ["log"]
@@ -226,8 +213,6 @@ def test_inspect_counts_what_the_optimizer_has(kind, made, capsys):
     state = optimizer.state[params["wide"]]
     (wide,) = (param for param in result["params"] if param["name"] == "wide")
     assert wide["shape"] == [40, 300] and wide["numel"] == 12000 and wide["bits"] == 8
-    if kind == "zero":  # a boundary cuts a block
-        return
     codes = state["exp_avg_q8"]
     assert wide["exp_avg"]["zeros"] == (codes == 0).sum() / 12000
     top = (codes == 127) | (codes == 129)
@@ -248,11 +233,8 @@ def test_inspect_text_and_picture_have_all_parameters(tmp_path, capsys):
 # --- diff ----------------------------------------------------------------------------------------
 
 
-def test_diff_of_plain_and_dcp_is_0_and_of_cut_blocks_is_their_scales_at_most(made, capsys):
+def test_diff_of_plain_and_dcp_is_0(made, capsys):
     assert called(capsys, "diff", made["plain"], made["dcp"], status=0)["compared"] == len(SHAPES)
-    result = called(capsys, "diff", made["plain"], made["zero"], status=1)
-    (param,) = result["different"]
-    assert param["name"] == "wide" or param["name"] == "narrow"
 
 
 def test_diff_of_one_value_says_which_parameter_and_by_how_much(tmp_path, capsys):
@@ -289,12 +271,11 @@ def test_tools_load_neither_deepspeed_nor_an_op(forks, made):
     assert done.returncode == 0, done.stderr
 
 
-def test_inspect_of_a_folder_with_latest_takes_the_tag_that_it_names(tmp_path, capsys):
-    path = zero_folder(tmp_path / "zero")
-    shutil.copytree(path / "global_step3", path / "global_step9")
-    assert called(capsys, "inspect", path, status=0)["path"].endswith("global_step3")
-    (path / "latest").write_text("../elsewhere")
-    error = called(capsys, "inspect", path, status=2)["error"]
+def test_inspect_of_a_folder_with_latest_takes_the_tag_that_it_names(zero, capsys):
+    shutil.copytree(zero / "step3", zero / "step9")
+    assert called(capsys, "inspect", zero, status=0)["path"].endswith("step3")
+    (zero / "latest").write_text("../elsewhere")
+    error = called(capsys, "inspect", zero, status=2)["error"]
     assert "latest: damaged, got '../elsewhere', expected the name of a tag" in error
 
 
@@ -305,8 +286,8 @@ def test_commands_work_in_a_run_folder_that_is_reached_through_a_link(made, tmp_
     (tmp_path / "disk").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "disk")
     shutil.copytree(made["zero"], tmp_path / "disk" / "zero")
-    path, tag = tmp_path / "run" / "zero", tmp_path / "run" / "zero" / "global_step3"
+    path, tag = tmp_path / "run" / "zero", tmp_path / "run" / "zero" / "step3"
     called(capsys, "seal", tag, status=0)
     assert called(capsys, "verify", path, status=0)["manifest"]
     assert called(capsys, "inspect", tag, status=0)["kind"] == "zero"
-    assert called(capsys, "prune", path, "--keep", 1, status=0)["complete"] == ["global_step3"]
+    assert called(capsys, "prune", path, "--keep", 1, status=0)["complete"] == ["step3"]

@@ -25,7 +25,7 @@ from zero8.state.plain import PlainState
 from zero8.state.table import Piece
 from zero8.state.target import Target
 
-CHECKS = {}
+CHECKS, SOME = {}, ("log", "log6", "dynamic")
 TABLE_NUMEL = 256
 """Elements of the largest table of a codec: more than that must not cross."""
 
@@ -249,9 +249,7 @@ def outcome(function, codec):
 
 def main():
     """Print, as JSON, of each check and codec what went wrong, None if nothing."""
-    print(
-        json.dumps({f"{n} {c}": outcome(check, c) for n, check in CHECKS.items() for c in CODECS})
-    )
+    print(json.dumps({f"{n} {c}": outcome(check, c) for n, check in CHECKS.items() for c in SOME}))
 
 
 if __name__ == "__main__":

@@ -134,6 +134,7 @@ assert not [name for name in sys.modules if name.split(".")[0] == "deepspeed"]
 """
 
 
+@pytest.mark.slow
 def test_fsdp2_job_where_deepspeed_cannot_be_imported_writes_the_summary(forks, tmp_path):
     code = WITHOUT_DEEPSPEED.format(folders=FOLDERS, out=str(tmp_path))
     done = forks.run(

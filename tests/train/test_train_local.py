@@ -114,10 +114,8 @@ def test_local_sh_four_steps_writes_summary_of_both_runs(
     "settings",
     [
         {"ENGINE": "fsdp"},
-        {"WEIGHTS": "int4"},
         {"OPTIMIZER": "Lion"},
         {"ENGINE": "deepspeed", "WEIGHTS": "int8"},
-        {"ENGINE": "fsdp2", "OPTIMIZER": "Lion8bitBlockwise"},
         {"ENGINE": "fsdp2", "OPTIMIZER": "Muon8bitBlockwise"},
     ],
     ids=lambda settings: "-".join(settings.values()),

@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nobody trains with another optimizer than they asked for without being told."""
 
-import importlib
-import sys
-
 import pytest
 from active_worker import try_everything
 from ranks import run_ranks
-
-from zero8.deepspeed.when_imported import when_imported
 
 SETTING = '"zero_force_ds_cpu_optimizer": false'
 BASE = {
@@ -61,30 +56,3 @@ def test_engine_that_makes_ours_from_its_config_says_that_the_object_is_not_used
     for rank in ranks:
         assert rank["deepspeed is late"] is True  # later than the object that is early
         assert any("that it made from its config" in message for message in rank["said"])
-
-
-@pytest.fixture
-def module_file(tmp_path, monkeypatch):
-    (tmp_path / "imported_by_test.py").write_text("value = 3\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    yield "imported_by_test"
-    sys.modules.pop("imported_by_test", None)
-
-
-def test_when_imported_calls_once_after_the_module_has_run(module_file):
-    seen = []
-
-    def look(module):
-        seen.append(module.value)
-
-    finders = len(sys.meta_path)
-    when_imported(module_file, look)
-    assert seen == []
-    module = importlib.import_module(module_file)
-    assert module.__loader__ is module.__spec__.loader
-    assert type(module.__loader__).__module__ != "zero8.deepspeed.when_imported"
-    importlib.reload(module)  # by a loader that others may share: not ours to change
-    assert (seen, len(sys.meta_path)) == ([3], finders)
-    when_imported(module_file, look)
-    assert seen == [3, 3]

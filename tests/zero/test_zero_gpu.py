@@ -50,13 +50,7 @@ CELLS = (
     "zero3_bf16",
     "zero3_cpu_bf16",
 )
-CHECKS = (
-    matrix.test_losses_fall_and_follow_fp32_adamw,
-    matrix.test_state_is_complete_and_masters_have_the_precision_that_the_config_asks_for,
-    matrix.test_steps_that_overflow_are_skipped_as_with_adamw_and_no_others,
-    matrix.test_resume_in_a_fresh_engine_is_bit_identical,
-    matrix.test_destroyed_engine_keeps_states_alive_only_where_it_keeps_adamws,
-)
+CHECKS = (*matrix.CHECKS[:4], matrix.check_destroyed)
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +82,8 @@ def test_gpu_states_that_were_offloaded_and_reloaded_go_on_as_those_that_stayed(
         assert difference(rank["moved"], rank["stayed"]) == ""
 
 
-@pytest.fixture(scope="module")
-def cells(standing_ranks, tmp_path_factory):
-    return matrix.Matrix(tmp_path_factory.mktemp("matrix"), standing_ranks, 1, DEVICE)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("name", CELLS)
-def test_gpu_cell_of_the_matrix(cells, name, check):
-    check(cells, name)
+def test_gpu_cell_of_the_matrix(name, standing_ranks, tmp_path):
+    ranks = standing_ranks(1, DEVICE).run(matrix.run_cell, name=name, folder=str(tmp_path))
+    for check in CHECKS:
+        check(matrix.CELLS[name], ranks)

@@ -156,11 +156,6 @@ def step_everything(layouts, folder):
     return step_layouts(layouts), step_tiny(folder), step_experts(STEPS)
 
 
-def step_on_four(layouts):
-    """Run what four ranks are for."""
-    return step_layouts(layouts), step_experts(STEPS)
-
-
 def each(layouts):
     """Run a test for each layout, `SLOW` ones as slow tests."""
     marks = {name: [pytest.mark.slow] * (name in SLOW) for name in layouts}
@@ -177,7 +172,7 @@ def two_ranks(request, standing_ranks, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def four_ranks(standing_ranks):
-    return standing_ranks(4).run(step_on_four, timeout_s=500, layouts=ON_FOUR_RANKS)
+    return standing_ranks(4).run(step_layouts, timeout_s=500, layouts=ON_FOUR_RANKS)
 
 
 def reference(name, ds_config):
@@ -235,7 +230,7 @@ def test_layout_on_two_ranks_equals_plain_optimizer_in_uncut_blocks(two_ranks, n
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ON_FOUR_RANKS)
 def test_layout_on_four_ranks_equals_plain_optimizer_in_uncut_blocks(four_ranks, name):
-    ranks = [layouts[name] for layouts, _ in four_ranks]
+    ranks = [layouts[name] for layouts in four_ranks]
     assert_equals_reference(ranks, name, ON_FOUR_RANKS[name], cut_per_param=3)
 
 
@@ -249,13 +244,6 @@ def assert_experts_equal_plain(ranks, name):
 @pytest.mark.parametrize("name", EXPERT_LAYOUTS)
 def test_experts_on_two_ranks_equal_plain_optimizer_in_uncut_blocks(two_ranks, name):
     assert_experts_equal_plain([experts[name] for *_, experts in two_ranks], name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EXPERT_LAYOUTS)
-def test_experts_on_four_ranks_equal_plain_optimizer_in_uncut_blocks(four_ranks, name):
-    """Experts on two of them are cut among every second rank."""
-    assert_experts_equal_plain([experts[name] for *_, experts in four_ranks], name)
 
 
 def assert_each_equals_reference(ranks, name):

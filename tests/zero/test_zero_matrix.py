@@ -14,99 +14,50 @@ from zero_matrix import CELLS, RANKS, SAVED_AFTER, STEPS, run_cell
 QUANTIZED = {"embed.weight", "inner.weight", "head.weight", "down.weight", "unused"}
 
 
-def is_quantized(name):
-    return name in QUANTIZED or ("experts" in name and "weight" in name)
-
-
-def cells(names):
-    """Return parameters of a test: cells that `make test` does not run are marked as slow."""
-    slow = pytest.mark.slow
-    return [pytest.param(name, marks=[] if CELLS[name].quick else [slow]) for name in names]
-
-
-class Matrix:
-    """Runs each cell when its first test asks for it, all in the same processes.
-
-    Args:
-        folder: for checkpoints.
-        ranks: the fixture `standing_ranks`.
-        which: of its ranks: how many, and on which device if not on the CPU.
-    """
-
-    def __init__(self, folder, ranks, *which):
-        self.folder, self.ranks, self._which = folder, ranks, which
-        self._results = {}
-
-    def run(self, name):
-        """Return what `run_cell` returned on each rank."""
-        if name not in self._results:
-            try:
-                checkpoints = str(self.folder / "checkpoints")
-                result = self.ranks(*self._which).run(run_cell, name=name, folder=checkpoints)
-            except AssertionError as error:
-                result = error
-            self._results[name] = result
-        if isinstance(self._results[name], AssertionError):
-            raise self._results[name]
-        return self._results[name]
-
-
-@pytest.fixture(scope="module")
-def matrix(standing_ranks, tmp_path_factory):
-    return Matrix(tmp_path_factory.mktemp("matrix"), standing_ranks, RANKS)
-
-
-def mean_losses(ranks, log="log"):
-    """Return the loss of each step, the mean over the ranks."""
-    logs = [rank[log] for rank in ranks]
-    return [sum(log[step]["loss"] for log in logs) / len(logs) for step in range(STEPS)]
-
-
-def skipped(log):
-    return [entry["skipped"] for entry in log]
-
-
-@pytest.mark.parametrize("name", cells(CELLS))
-def test_state_is_complete_and_masters_have_the_precision_that_the_config_asks_for(matrix, name):
-    cell, elements = CELLS[name], {}
-    ranks = matrix.run(name)
+def check_states(cell, ranks):
+    """All is there, and the master weights have the precision that the config asks for."""
+    elements, low = {}, cell.precision in ("masters", "states")
     states = [state for rank in ranks for state in rank["after"]["states"]]
-    low = cell.precision in ("masters", "states")
     assert {state["master"].dtype for state in states} == {torch.bfloat16 if low else torch.float32}
     for state in states if cell.stage else ():
         assert sorted(state) == ["exp_avg", "exp_avg_sq", "history", "master", "pieces", "step"]
         for piece in state["pieces"]:
-            elements[piece.name] = elements.get(piece.name, 0) + piece.numel
-            assert bool(piece.block_size) == is_quantized(piece.name)
-    for parameter, tensor in ranks[0]["after"]["parameters"].items() if cell.stage else ():
+            name, is_expert = piece.name, "experts" in piece.name and "weight" in piece.name
+            elements[name] = elements.get(name, 0) + piece.numel
+            assert bool(piece.block_size) == (name in QUANTIZED or is_expert)
+    for name, tensor in ranks[0]["after"]["parameters"].items() if cell.stage else ():
         # Experts are spread over the ranks: each has its own under the same name.
-        copies = RANKS if cell.model == "local experts" and "experts" in parameter else 1
-        held_somewhere = 0 if parameter == "frozen" else copies * tensor.numel()
-        assert elements.get(parameter, 0) == held_somewhere, parameter
+        copies = RANKS if cell.model == "local experts" and "experts" in name else 1
+        held_somewhere = 0 if name == "frozen" else copies * tensor.numel()
+        assert elements.get(name, 0) == held_somewhere, name
 
 
-@pytest.mark.parametrize("name", cells(CELLS))
-def test_losses_fall_and_follow_fp32_adamw(matrix, name):
-    """To first order the loss changes by gradient * update.  Updates are off by about one code,
-    1/32, independently of each other: over thousands of weights no more than an eighth of that is
-    left of the distance gone.  Weights that are kept in bfloat16, and logits with them, are off by
-    up to 2^-8 of themselves, too."""
-    ours, theirs = (mean_losses(matrix.run(name), log) for log in ("log", "AdamW log"))
+def check_losses(cell, ranks):
+    """Losses fall, and follow those of fp32 AdamW.
+
+    To first order the loss changes by gradient * update.  Updates are off by about one code, 1/32,
+    independently of each other: over thousands of weights no more than an eighth of that is left of
+    the distance gone.  Weights that are kept in bfloat16, and logits with them, are off by up to
+    2^-8 of themselves, too.
+    """
+    ours, theirs = (
+        [sum(rank[log][step]["loss"] for rank in ranks) / len(ranks) for step in range(STEPS)]
+        for log in ("log", "AdamW log")
+    )
     assert ours[-1] < 0.7 * ours[0]
     assert ours[0] == pytest.approx(theirs[0], rel=2**-8)
-    rounded = 2**-8 if CELLS[name].precision in ("masters", "states") else 0.0
+    rounded = 2**-8 if cell.precision in ("masters", "states") else 0.0
     gone = 0.0
     for step in range(1, STEPS):
         gone += abs(theirs[step] - theirs[step - 1])
         assert abs(ours[step] - theirs[step]) <= gone / 256 + rounded * theirs[0], step
 
 
-@pytest.mark.parametrize("name", cells(CELLS))
-def test_steps_that_overflow_are_skipped_as_with_adamw_and_no_others(matrix, name):
-    cell = CELLS[name]
-    for rank in matrix.run(name):
-        got = skipped(rank["log"])
-        assert got == skipped(rank["AdamW log"])
+def check_skips(cell, ranks):
+    """Steps that overflow are skipped, as with AdamW, and no others."""
+    for rank in ranks:
+        got, theirs = ([one["skipped"] for one in rank[log]] for log in ("log", "AdamW log"))
+        assert got == theirs
         if cell.precision == "fp16" and cell.stage:
             assert 1 <= sum(got) < STEPS - 3
         else:
@@ -116,35 +67,34 @@ def test_steps_that_overflow_are_skipped_as_with_adamw_and_no_others(matrix, nam
         assert {state["step"] for state in rank["after"]["states"]} == {taken}
 
 
-@pytest.mark.parametrize("name", cells(CELLS))
-def test_resume_in_a_fresh_engine_is_bit_identical(matrix, name):
-    """What is loaded always is; what follows, wherever it is with fp32 AdamW."""
-    for rank in matrix.run(name):
+def check_resume(cell, ranks):
+    """What is loaded always has the same bits; what follows, wherever it has with fp32 AdamW."""
+    for rank in ranks:
         assert difference(rank["before"], rank["loaded"]) == ""
         assert difference(rank["after"], rank["loaded"]) != ""
         resumes = rank["AdamW log"][SAVED_AFTER:] == rank["AdamW resumed log"]
-        assert resumes == CELLS[name].resumes
+        assert resumes == cell.resumes
         if resumes:
             assert rank["log"][SAVED_AFTER:] == rank["resumed log"]
             assert difference(rank["after"], rank["resumed"]) == ""
 
 
-SCHEDULED = [n for n, cell in CELLS.items() if cell.client_scheduler or "scheduler" in cell.options]
-
-
-@pytest.mark.parametrize("name", cells(SCHEDULED))
-def test_scheduler_sets_the_learning_rates_and_betas_that_adamw_gets(matrix, name):
-    for rank in matrix.run(name):
-        got = [(entry["lr"], entry["betas"]) for entry in rank["log"]]
-        assert got == [(entry["lr"], entry["betas"]) for entry in rank["AdamW log"]]
+def check_schedule(cell, ranks):
+    """A scheduler sets the learning rates and betas that AdamW gets."""
+    is_scheduled = cell.client_scheduler or "scheduler" in cell.options
+    for rank in ranks if is_scheduled else ():
+        got, theirs = (
+            [(one["lr"], one["betas"]) for one in rank[log]] for log in ("log", "AdamW log")
+        )
+        assert got == theirs
         assert len({lr for lr, _ in got}) > 2
-        cycles = CELLS[name].options.get("scheduler", {}).get("type") == "OneCycle"
+        cycles = cell.options.get("scheduler", {}).get("type") == "OneCycle"
         assert (len({betas for _, betas in got}) > 2) == cycles
 
 
-@pytest.mark.parametrize("name", cells([n for n, cell in CELLS.items() if cell.model == "odd"]))
-def test_frozen_parameters_stay_and_unused_ones_only_decay(matrix, name):
-    for rank in matrix.run(name):
+def check_odd(cell, ranks):
+    """Frozen parameters stay, and unused ones only decay."""
+    for rank in ranks if cell.model == "odd" else ():
         parameters = rank["after"]["parameters"]
         assert parameters["frozen"].eq(0.25).all()
         assert "head.weight" not in parameters  # tied
@@ -153,8 +103,23 @@ def test_frozen_parameters_stay_and_unused_ones_only_decay(matrix, name):
         assert (unused <= 0.5).all() and (unused >= 0.5 - 2**-9).all()
 
 
-@pytest.mark.parametrize("name", cells(CELLS))
-def test_destroyed_engine_keeps_states_alive_only_where_it_keeps_adamws(matrix, name):
-    """DeepSpeed's stage 3, and experts with offload, keep every optimizer."""
-    for rank in matrix.run(name):
+def check_destroyed(cell, ranks):
+    """An engine that is gone keeps states alive only where it keeps AdamW's.
+
+    DeepSpeed's stage 3, and experts with offload, keep every optimizer.
+    """
+    for rank in ranks:
         assert rank["AdamW kept"] or not rank["kept"]
+
+
+CHECKS = (check_states, check_losses, check_skips, check_resume, check_schedule, check_odd)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (not cell.quick)) for n, cell in CELLS.items()],
+)
+def test_cell_trains_skips_and_resumes_as_adamw(name, standing_ranks, tmp_path):
+    ranks = standing_ranks(RANKS).run(run_cell, name=name, folder=str(tmp_path))
+    for check in (*CHECKS, check_destroyed):
+        check(CELLS[name], ranks)
