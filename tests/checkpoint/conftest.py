@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from convert_cases import STAGES, converted
+from convert_cases import STAGES, ZERO, converted
 from convert_model import SAVED_AFTER, STEPS, results, run, train
 
 from zero8.spec.adam import UNKNOWN_HISTORY
@@ -23,11 +23,18 @@ def source_at(folder, standing_ranks):
     @cache
     def make(world):
         # Not imported by all tests in this folder: it takes DeepSpeed along.
-        from convert_worker import save_dcp, save_zero
+        from convert_worker import save_dcp, settings, visit
 
-        jobs = [{"name": f"zero{stage}x{world}", "stage": stage} for stage in STAGES]
-        jobs[1]["dtype"] = {}  # a bfloat16 model, with float32 master weights
-        standing_ranks(world).run(save_zero, jobs=jobs, folder=folder)
+        jobs = [
+            {
+                # In stage 2 a bfloat16 model, with float32 master weights.
+                "ds_config": settings(stage, dtype={} if stage == 2 else None, **ZERO),
+                "steps": range(SAVED_AFTER),
+                "target": folder / f"zero{stage}x{world}",
+            }
+            for stage in STAGES
+        ]
+        standing_ranks(world).run(visit, jobs=jobs)
         standing_ranks(world).run(save_dcp, jobs=[{"name": f"dcpx{world}"}], folder=folder)
 
     @cache

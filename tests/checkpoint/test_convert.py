@@ -6,17 +6,16 @@ that a training that was never converted is one of one process, except in blocks
 boundary cut.
 """
 
-import itertools
 import math
 
 import pytest
 import torch
 from convert_cases import (
     MOMENTS,
-    QUANTIZED,
     SOURCES,
     STAGES,
     WORLDS,
+    ZERO,
     check,
     pieces_of,
     same,
@@ -24,7 +23,9 @@ from convert_cases import (
     uncut,
 )
 from convert_model import SAVED_AFTER, SHAPES, STEPS, Mixed, named_groups, results, run
+from convert_worker import load_dcp, settings, visit
 from fragments import fragments_in
+from universal_cuts import check_within_half_a_code, decoded, joined
 
 from zero8 import Adam8bitBlockwise
 from zero8.spec.grid import BlockGrid
@@ -80,37 +81,19 @@ def decoded_in(path):
 @pytest.mark.slow
 @pytest.mark.parametrize("source", [name for name in WITH_CUTS if "dcp" not in name])
 def test_convert_blocks_that_were_cut_are_within_half_a_code(source, made, source_at):
-    """Of both moments' codes over the whole block (`zero8.spec.log`).
-
-    Those of FSDP2, of narrow rows, are put together as every load does: tests/state/test_narrow.py.
-
-    m has levels at 1/16 of an octave or less, in y = |m|/scale + 1: half a code is
-    (|m| + scale)/32.  v has 254 steps between the bit patterns of the block's smallest and largest,
-    so half a code is octaves/508 of v, as the patterns are linear within an octave.
-    """
+    """Those of FSDP2, of narrow rows, are put together as every load does: test_narrow.py."""
     path, _ = made(source, "plain")
     wholes = {f.name: f for f in fragments_in(path)}
     pieces, moved = pieces_of(source_at(source)), 0
-    sides = decoded_in(source_at(source))
-    for name in QUANTIZED:
+    for name, exact in decoded_in(source_at(source)).items():
         cut = ~uncut(name, pieces).flatten()
-        if not cut.any() or name not in wholes:
+        if not cut.any():
             continue
-        store_m, store_v = wholes[name].stores
         block, _ = BlockGrid.of(SHAPES[name], 256).block_numbers(0, cut.numel())
-        for number in block[cut].unique():
-            here = block == number
-            m, v = (values[here] for values in sides[name])
-            got_m, got_v = (s.read(0, cut.numel())[here] for s in (store_m, store_v))
-            scale = m.abs().max() / 15  # of 4 octaves; that of 8 is smaller
-            assert ((got_m - m).abs() <= (m.abs() + scale) / 32 * 1.001).all()
-            octaves = 0.0
-            if (v > 0).any():
-                low, high = v[v > 0].view(torch.int32).aminmax()
-                octaves = (high - low) / 2**23
-            assert ((got_v - v).abs() <= v * octaves / 508 * 1.001 + 1e-45).all()
-            assert torch.equal(got_v == 0, v == 0)
-            moved += int((got_m != m).sum())
+        for store, values in zip(wholes[name].stores, exact, strict=True):
+            scales = store.scales[block][cut]
+            check_within_half_a_code(values[cut], store.codes[cut], scales, store.name)
+            moved += int((store.read(0, cut.numel()) != values).sum())
     assert moved
 
 
@@ -145,25 +128,30 @@ def test_convert_to_fp32_loads_into_adamw_with_the_decoded_moments(source, made,
         assert same(entries, theirs, theirs.keys() - {"history"})
 
 
+def stage_of(source):
+    number = SOURCES.index(source)
+    return STAGES[(number + number // 3) % 3]
+
+
 @pytest.fixture(scope="module")
 def loaded(made, standing_ranks):
     """Return a function: of a kind of target and sources, what ranks hold; made at once."""
     found = {}
 
+    def job_of(source):
+        path = made(source, "zero")[0]
+        job = {"source": path.parent, "tag": path.name, "steps": range(SAVED_AFTER, STEPS)}
+        return job | {"ds_config": settings(stage_of(source), **ZERO)}
+
     def of(to, source):
         if (to, source) not in found:
             for world in WORLDS:
                 mine = [s for n, s in enumerate(SOURCES) if 1 + n % 3 == world]
-                jobs = [{"source": made(s, to)[0]} for s in mine]
-                if to == "zero":
-                    places = [SOURCES.index(s) for s in mine]
-                    stages = [STAGES[(n + n // 3) % 3] for n in places]
-                    jobs = [j | {"stage": s} for j, s in zip(jobs, stages, strict=True)]
-                # Imported here, as it takes DeepSpeed along, which the quick test does not need.
-                from convert_worker import load_dcp, load_zero
-
-                work = load_zero if to == "zero" else load_dcp
-                ranks = standing_ranks(world).run(work, jobs=jobs)
+                if to == "dcp":
+                    jobs = [{"source": made(source, to)[0]} for source in mine]
+                    ranks = standing_ranks(world).run(load_dcp, jobs=jobs)
+                else:
+                    ranks = standing_ranks(world).run(visit, jobs=[job_of(s) for s in mine])
                 for number, name in enumerate(mine):
                     found[to, name] = [rank[number] for rank in ranks]
         return found[to, source]
@@ -189,16 +177,12 @@ def test_convert_to_dcp_loads_and_goes_on_under_fsdp2(source, loaded, source_at,
         assert [group["weight_decay"] for group in rank["groups"]] == [0.0, 0.25]
 
 
-def gathered(ranks, key):
+def gathered(ranks):
     """Return values and moments of whole parameters that ranks of ZeRO hold parts of."""
-    found = {}
-    for name, first, tensors in itertools.chain.from_iterable(rank[key] for rank in ranks):
-        for which, values in zip(("values", *MOMENTS), tensors, strict=True):
-            whole = found.setdefault(name, {}).setdefault(
-                which, torch.full(SHAPES[name], torch.nan)
-            )
-            whole.view(-1)[first : first + len(values)] = values
-    return found
+    return {
+        name: {"values": entry["weights"].float(), **{w: decoded(entry, w) for w in MOMENTS}}
+        for name, entry in joined(ranks).items()
+    }
 
 
 @pytest.mark.slow
@@ -207,11 +191,14 @@ def test_convert_to_zero_loads_with_the_same_moments_and_goes_on(
     source, loaded, made, source_at, unconverted
 ):
     """The bound of m^2/v, which no universal checkpoint has, is forgotten by the other too."""
-    ranks = loaded("zero", source)
-    parts = [(name, first, len(t[0])) for rank in ranks for name, first, t in rank["loaded"]]
+    before, after = (
+        [rank[when] for rank in loaded("zero", source)] for when in ("loaded", "stepped")
+    )
+    states = [state for rank in before for state in rank["states"]]
+    parts = [(one.name, one.first, one.numel) for state in states for one in state["pieces"]]
     pieces = pieces_of(source_at(source))
     trained = [name for name in SHAPES if name != "frozen"]
-    check(gathered(ranks, "loaded"), unconverted()[0], pieces, parts, names=trained)
-    check(gathered(ranks, "stepped"), unconverted(True)[1], pieces, parts, names=trained)
-    for rank in ranks:
-        assert [group["lr"] for group in rank["groups"]] == [2e-2, 1e-2]
+    check(gathered(before), unconverted()[0], pieces, parts, names=trained)
+    check(gathered(after), unconverted(True)[1], pieces, parts, names=trained)
+    for rank in after:
+        assert [group["lr"] for group in rank["options"]] == [2e-2, 1e-2]

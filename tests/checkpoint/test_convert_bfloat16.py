@@ -3,8 +3,8 @@
 
 import pytest
 import torch
-from convert_cases import converted, pieces_of, trained_names, uncut
-from convert_model import Mixed, named_groups, train
+from convert_cases import ZERO, converted, pieces_of, trained_names, uncut
+from convert_model import SAVED_AFTER, Mixed, named_groups, train
 
 from zero8 import Adam8bitBlockwise
 
@@ -21,16 +21,16 @@ CORRECTED = {"weight_correction_bits": 8}
 @pytest.fixture(scope="module")
 def corrected_sources(folder, standing_ranks):
     """bfloat16 weights with corrections: of one process, under FSDP2, as masters of ZeRO-2."""
-    from convert_worker import save_dcp, save_zero
+    from convert_worker import save_dcp, settings, visit
 
     model, optimizer = train(dtype=torch.bfloat16, **CORRECTED)
     content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(content, folder / "bf16_plain")
     jobs = [{"name": "bf16_dcp", "dtype": torch.bfloat16, **CORRECTED}]
     standing_ranks(2).run(save_dcp, jobs=jobs, folder=folder)
-    masters = {"dtype": {"bf16_master_weights_and_grads": True}, "offload": "cpu", **CORRECTED}
-    jobs = [{"name": "bf16_zero", "stage": 2, **masters}]
-    standing_ranks(2).run(save_zero, jobs=jobs, folder=folder)
+    masters = {"dtype": {"bf16_master_weights_and_grads": True}, **ZERO, **CORRECTED}
+    job = {"ds_config": settings(2, "cpu", **masters), "target": folder / "bf16_zero"}
+    standing_ranks(2).run(visit, jobs=[{**job, "steps": range(SAVED_AFTER)}])
     return model, optimizer
 
 

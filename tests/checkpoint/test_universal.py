@@ -7,6 +7,12 @@ from itertools import pairwise
 
 import pytest
 import torch
+from convert_model import SHAPES
+from convert_worker import (
+    error_of_load,
+    settings,
+    visit,
+)
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from places import GOLDEN
 from universal_cuts import (
@@ -16,12 +22,6 @@ from universal_cuts import (
     decoded,
     joined,
     travel,
-)
-from universal_worker import (
-    Parts,
-    error_of_load,
-    settings,
-    visit,
 )
 from zero_worker import MOMENTS
 
@@ -46,7 +46,7 @@ PRECISIONS = {
     "zero2 offload, bf16 masters": settings(2, "cpu", dtype=BF16_MASTERS),
     "zero3 offload, bf16 masters": settings(3, "cpu", dtype=BF16_MASTERS),
 }
-TRAINED = [name for name in Parts.SHAPES if name != "frozen"]
+TRAINED = [name for name in SHAPES if name != "frozen"]
 
 
 def check_visits(visits):

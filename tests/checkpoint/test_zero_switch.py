@@ -3,9 +3,9 @@
 
 import pytest
 import torch
+from convert_worker import settings, visit
 from deepspeed.accelerator import get_accelerator
 from universal_cuts import check_within_half_a_code, convert, convert_fp32, decoded, joined
-from universal_worker import settings, visit
 from zero_worker import MOMENTS
 
 # A first run also builds DeepSpeed's ops.

@@ -21,6 +21,8 @@ SOURCES = [
     *(f"dcpx{world}" for world in WORLDS),
     "plain",
 ]
+ZERO = {"zero": {"sub_group_size": 9000}, "weight_decay": 0.0}
+"""Settings of every engine, beside those of the groups."""
 QUANTIZED = ("embed", "wide", "conv", "lora_b", "unused")
 
 

@@ -11,77 +11,65 @@ from convert_model import (
     named_groups,
     run,
 )
+from fsdp_checkpoints import content_of
 from fsdp_worker import start, whole
+from ranks import error_of
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from zero_worker import base_optimizer, config, make_engine, take_step
+from zero_worker import base_optimizer, config, held, make_engine, take_step
 
 from zero8 import Adam8bitBlockwise
 
-MASTERS = {"bf16_master_weights_and_grads": True}
+
+def settings(stage, offload=None, universal=True, **options):
+    """Return a config of DeepSpeed that loads universal checkpoints or ordinary ones."""
+    made = config(stage, offload, **options)
+    return made | ({"checkpoint": {"load_universal": True}} if universal else {})
 
 
-def engine_of(stage: int, groups: bool = True, universal: bool = False, **options):
-    """Return an engine of a ZeRO stage."""
-    model = Mixed()
-    made = [
-        {**{k: v for k, v in group.items() if k not in ("names", "params")}, "params": params}
-        for group in named_groups(model)
-        for params in [[p for _, p in group["params"]]]
-    ]
-    ds_config = config(stage, **{"offload": None, **options})
-    ds_config["optimizer"]["params"] |= {"weight_decay": 0.0}
-    ds_config["zero_optimization"]["sub_group_size"] = 9000
-    if universal:
-        ds_config["checkpoint"] = {"load_universal": True}
-    return make_engine(ds_config, model, made if groups else None)
+def visit(jobs: list[dict]) -> list[dict]:
+    """Do several jobs of `visit_one`, one after the other."""
+    return [visit_one(**job) for job in jobs]
 
 
-def save_zero(jobs: list[dict], folder: Path) -> None:
-    """Train an engine of each job, the keywords of `engine_of` and a name, and save it."""
-    for job in jobs:
-        name = job.pop("name")
-        engine = engine_of(**job)
-        for step in range(SAVED_AFTER):
-            take_step(engine, step)
-        engine.save_checkpoint(folder / name)
-        engine.destroy()
-
-
-def load_zero(jobs: list[dict]) -> list[dict]:
-    """Load converted checkpoints; return what this rank holds then, and after more steps."""
-    found = []
-    for job in jobs:
-        source = job.pop("source")
-        engine = engine_of(**job, universal=True)
-        source = Path(source)
-        path, _ = engine.load_checkpoint(str(source.parent), tag=source.name)
+def visit_one(ds_config, source=None, tag=None, steps=(), target=None, grouped=True) -> dict:
+    """Load a checkpoint into a new engine, step, save; return what this rank held on the way."""
+    engine = engine_of(ds_config, grouped)
+    result = {}
+    if source is not None:
+        path, _ = engine.load_checkpoint(str(source), tag=tag)
         assert path is not None
-        base = base_optimizer(engine)
-        for p in base.state:
-            base.moments(p)  # encodes what has come in float32, as the next step does
-        loaded = _held(base)
-        for step in range(SAVED_AFTER, STEPS):
-            take_step(engine, step)
-        groups = [{k: v for k, v in g.items() if k != "params"} for g in base.param_groups]
-        found.append({"loaded": loaded, "stepped": _held(base), "groups": groups})
-        engine.destroy()
-    return found
+        result["loaded"] = encoded(engine)
+    for step in steps:
+        take_step(engine, step)
+    result["stepped"] = encoded(engine)
+    if target is not None:
+        engine.save_checkpoint(str(target), tag="saved")
+    engine.destroy()
+    return result
 
 
-def _held(optimizer) -> list[tuple]:
-    """Return (name, first element, values and moments) of all that this rank holds."""
-    held = []
-    for p, state in optimizer.state.items():
-        stores = [state[which].store for which in ("exp_avg", "exp_avg_sq")]
-        for piece in stores[0].table.pieces:
-            here = slice(piece.start, piece.start + piece.numel)
-            values = [p.detach()[here].float().clone()]
-            values += [store.read(piece.start, piece.numel) for store in stores]
-            held.append((piece.name, piece.first, values))
-    return held
+def engine_of(ds_config: dict, grouped: bool = True):
+    """Return a new engine over a `Mixed`, in its groups or all in one."""
+    model = Mixed()
+    groups = [{**g, "params": [p for _, p in g["params"]]} for g in named_groups(model)]
+    return make_engine(ds_config, model, groups if grouped else None)
+
+
+def encoded(engine) -> dict:
+    """Return what `held` does, float32 moments of ours encoded, and the options of the groups."""
+    base = base_optimizer(engine)
+    for p in base.state if hasattr(base, "moments") else ():
+        base.moments(p)  # encodes what has come in float32, as the next step does
+    options = [{k: v for k, v in g.items() if k != "params"} for g in base.param_groups]
+    return {**held(engine), "options": options}
+
+
+def error_of_load(ds_config: dict, source: str, grouped: bool = True):
+    """Return the error of a load into a new engine."""
+    return error_of(engine_of(ds_config, grouped).load_checkpoint, source)
 
 
 def sharded(dtype: torch.dtype = torch.float32, **keywords):
@@ -97,7 +85,7 @@ def save_dcp(jobs: list[dict], folder: Path) -> None:
         name = job.pop("name")
         model, optimizer = sharded(**job)
         run(model, optimizer, range(SAVED_AFTER))
-        content = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        content = content_of(model, optimizer)
         dcp.save(content, checkpoint_id=folder / name)
 
 
@@ -110,7 +98,7 @@ def load_dcp(jobs: list[dict]) -> list[dict]:
         with torch.no_grad():
             for p in model.parameters():
                 p.zero_()
-        content = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        content = content_of(model, optimizer)
         dcp.load(content, checkpoint_id=source)
         set_state_dict(
             model,

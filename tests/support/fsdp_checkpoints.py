@@ -4,7 +4,18 @@
 from pathlib import Path
 
 import torch
-from fsdp_worker import LAYOUTS, OPTIONS, Weights, optimizer_of, results, run, sharded, start, whole
+from fsdp_worker import (
+    LAYOUTS,
+    OPTIONS,
+    Weights,
+    made,
+    optimizer_of,
+    results,
+    run,
+    sharded,
+    start,
+    whole,
+)
 from ranks import error_of
 from torch import nn
 from torch.distributed import checkpoint as dcp
@@ -27,12 +38,16 @@ MODES = {
 }
 
 
+def content_of(model: nn.Module, optimizer, **options) -> dict:
+    parts = get_state_dict(model, optimizer, options=StateDictOptions(**options))
+    return dict(zip(("model", "optimizer"), parts, strict=True))
+
+
 def save(model: nn.Module, optimizer, mode: str, folder: Path) -> None:
     """Write a checkpoint of a mode: files of all ranks, or one of rank 0 where it is full."""
     # What is broadcast when it is loaded is not when it is saved.
     options = {k: v for k, v in MODES[mode].items() if k != "broadcast_from_rank0"}
-    parts = get_state_dict(model, optimizer, options=StateDictOptions(**options))
-    content = dict(zip(("model", "optimizer"), parts, strict=True))
+    content = content_of(model, optimizer, **options)
     if not options.get("full_state_dict"):
         dcp.save(content, checkpoint_id=folder / mode)
     elif torch.distributed.get_rank() == 0:
@@ -49,8 +64,7 @@ def load(model: nn.Module, optimizer, mode: str, folder: Path) -> None:
         if not options.broadcast_from_rank0 or torch.distributed.get_rank() == 0:
             content = torch.load(folder / f"{mode}.pt", weights_only=True)
     else:
-        parts = get_state_dict(model, optimizer, options=options)
-        content = dict(zip(("model", "optimizer"), parts, strict=True))
+        content = content_of(model, optimizer, **MODES[mode])
         dcp.load(content, checkpoint_id=folder / mode)
     # One after the other: together, ranks that have nothing to broadcast would leave the model out.
     set_model_state_dict(model, content["model"], options=options)
@@ -59,10 +73,7 @@ def load(model: nn.Module, optimizer, mode: str, folder: Path) -> None:
 
 def save_all(layout: str, folder: Path, steps: int, more: int) -> tuple[dict, dict]:
     """Train, write a checkpoint of every mode, and train on."""
-    start()
-    model = sharded(LAYOUTS[layout])
-    optimizer = optimizer_of(model, LAYOUTS[layout])
-    run(model, optimizer, 0, steps)
+    model, optimizer = made(layout, steps)
     for mode in MODES:
         save(model, optimizer, mode, folder)
     saved = results(model, optimizer)
@@ -72,12 +83,10 @@ def save_all(layout: str, folder: Path, steps: int, more: int) -> tuple[dict, di
 
 def resume(layout: str, folder: Path, mode: str, steps: int, more: int) -> tuple[dict, dict]:
     """Load a checkpoint into a model of other weights, and train on; returns as `save_all`."""
-    start()
-    model = sharded(LAYOUTS[layout])
+    model, optimizer = made(layout, lr=7.0)
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
-    optimizer = optimizer_of(model, LAYOUTS[layout], lr=7.0)
     load(model, optimizer, mode, folder)
     loaded = results(model, optimizer)
     run(model, optimizer, steps, steps + more)
@@ -120,12 +129,7 @@ def carry(mode: str, first: str, second: str, folder: Path) -> tuple:
 
 def assigned(folder: Path) -> tuple[list[dict], tuple[dict, dict]]:
     """Assign moments, as DTensors and as local tensors, and keep entries of other code."""
-    start()
-    pairs = []
-    for _ in range(3):
-        model = sharded(LAYOUTS["float32"])
-        pairs.append((model, optimizer_of(model, LAYOUTS["float32"])))
-        run(*pairs[-1], 0, 2)
+    pairs = [made("float32", 2) for _ in range(3)]
     (model, optimizer), (_, twin), (other_model, other) = pairs
     twin.state_dict_format = "fp32"
     saved = twin.state_dict()
@@ -154,29 +158,22 @@ def assigned(folder: Path) -> tuple[list[dict], tuple[dict, dict]]:
 
 def save_in_training(folder: Path) -> tuple[dict, dict, dict]:
     """Start an asynchronous checkpoint, train on while it is written, and load it elsewhere."""
-    start()
-    model = sharded(LAYOUTS["offload"])
-    optimizer = optimizer_of(model, LAYOUTS["offload"])
-    run(model, optimizer, 0, 3)
+    model, optimizer = made("offload", 3)
     expected = results(model, optimizer)
-    content = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    content = content_of(model, optimizer)
     group = torch.distributed.new_group()  # of its own: two threads must not share one
     writing = dcp.async_save(content, checkpoint_id=folder / "sharded", process_group=group)
     run(model, optimizer, 3, 6)
     writing.result()
     torch.distributed.barrier()
-    other = sharded(LAYOUTS["offload"])
-    resumed = optimizer_of(other, LAYOUTS["offload"])
+    other, resumed = made("offload")
     load(other, resumed, "sharded", folder)
     return expected, results(model, optimizer), results(other, resumed)
 
 
 def save_sharded(folder: Path) -> dict:
     """Train under FSDP2, write a checkpoint and return `results`."""
-    start()
-    model = sharded(LAYOUTS["float32"])
-    optimizer = optimizer_of(model, LAYOUTS["float32"])
-    run(model, optimizer, 0, 3)
+    model, optimizer = made("float32", 3)
     save(model, optimizer, "sharded", folder)
     return results(model, optimizer)
 
@@ -185,8 +182,7 @@ def load_plain(path: Path) -> dict:
     """Load a checkpoint, a folder of DCP's or a file, in this process; return `results`."""
     model = Weights()
     optimizer = optimizer_of(model, LAYOUTS["float32"])
-    parts = get_state_dict(model, optimizer)
-    content = dict(zip(("model", "optimizer"), parts, strict=True))
+    content = content_of(model, optimizer)
     if path.is_dir():
         dcp.load(content, checkpoint_id=path)
     else:

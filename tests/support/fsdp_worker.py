@@ -110,6 +110,15 @@ def optimizer_of(model: nn.Module, layout: Layout, **keywords) -> BlockwiseOptim
     return layout.made(model.named_parameters(), **keywords)
 
 
+def made(layout: str, steps: int = 0, **keywords) -> tuple[nn.Module, BlockwiseOptimizer]:
+    """Return a model under FSDP2 and its optimizer after some steps; `layout` is of `LAYOUTS`."""
+    join_ranks()
+    model = sharded(LAYOUTS[layout])
+    optimizer = optimizer_of(model, LAYOUTS[layout], **keywords)
+    run(model, optimizer, 0, steps)
+    return model, optimizer
+
+
 def run(model: nn.Module, optimizer, begin: int, end: int) -> None:
     for step in range(begin, end):
         model(step).backward()
@@ -174,9 +183,7 @@ def clipped(
     layout: str, by_norms: list[Tensor] | None = None
 ) -> tuple[dict[str, dict], list[Tensor]]:
     """Return `results` after steps that are clipped, and the norms."""
-    start()
-    model = sharded(LAYOUTS[layout])
-    optimizer = optimizer_of(model, LAYOUTS[layout])
+    model, optimizer = made(layout)
     norms = []
     for step in range(3):
         model(step).backward()
@@ -193,9 +200,7 @@ def clipped(
 
 def accumulated(layout: str, in_backward: bool) -> dict[str, dict]:
     """Return `results` after steps of two micro-batches, the first without synchronization."""
-    start()
-    model = sharded(LAYOUTS[layout])
-    optimizer = optimizer_of(model, LAYOUTS[layout])
+    model, optimizer = made(layout)
     if in_backward:
         optimizer.step_in_backward(model)
     for step in range(3):
@@ -217,12 +222,9 @@ WRITES = {
 
 def written(write: str) -> list[dict[str, dict]]:
     """Return `results` of a step on 24-bit weights of which a script has written the bfloat16."""
-    start()
-    layout, found = LAYOUTS["corrected"], []
+    found = []
     for drops in (False, True):
-        model = sharded(layout)
-        optimizer = optimizer_of(model, layout)
-        run(model, optimizer, 0, 3)
+        model, optimizer = made("corrected", 3)
         with torch.no_grad():
             for p in model.parameters():
                 WRITES[write](p)

@@ -5,8 +5,8 @@ from argparse import Namespace
 from pathlib import Path
 
 import torch
+from convert_worker import visit
 from deepspeed.checkpoint import ds_to_universal
-from universal_worker import visit
 from zero_shards import put_together
 from zero_worker import MOMENTS
 
