@@ -9,7 +9,6 @@ import pytest
 from lab import REPOSITORY
 
 ECHO = shutil.which("echo")
-OVER_SSH = ("deepspeed.sh", "mpirun.sh", "torchrun.sh")
 
 
 def launched(script, *arguments, **env):

@@ -75,12 +75,3 @@ def test_step_time_with_many_cores_is_that_of_the_memory_for_all_ranks_of_a_host
     assert (fp32.limit, zero8.limit) == ("memory", "memory")
     assert fp32.seconds == pytest.approx(4 * 28 * MODEL.numel / 16 / 100e9)
     assert zero8.seconds < fp32.seconds
-
-
-def test_step_time_on_nvme_adds_the_transfers_or_hides_behind_them():
-    nvme = {"stage": 3, "offload": "nvme", "cores": 2}
-    (alone, _), (hidden, _) = (steps(pipelined=p, **nvme) for p in (False, True))
-    transfers = 2 * 16 * MODEL.numel / 5e9
-    assert alone.limit == hidden.limit == "NVMe"
-    assert alone.seconds == pytest.approx(transfers + MODEL.numel * 1e-9)
-    assert hidden.seconds == pytest.approx(transfers)

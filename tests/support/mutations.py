@@ -233,22 +233,14 @@ def hashed_again(saved: dict) -> dict:
 
 
 def other_moment(x, chance):
-    """Return a moment that is like another, but for something."""
-    header, tensors = moment_tensor.moment_description(x.store), [t.clone() for t in buffers(x)]
-    kind = chance.randrange(5)
-    if kind == 0:
-        return x[: chance.randrange(NUMEL)]
-    if kind == 1:
-        return other_tensor(x.dense(), chance)
-    if kind == 2:
-        return moment(chance.choice(("log", "dynamic")), chance.choice(MOMENTS))
-    if kind == 3:
-        number = chance.randrange(3)
-        tensors[number] = other_tensor(tensors[number], chance)
-    else:
-        target = chance.choice([header, *header["pieces"]])
-        target[chance.choice(list(target))] = any_value(chance)
-    return hashed_again({HEADER: header, **dict(zip(BUFFERS, tensors, strict=True))})
+    """Return a moment that is like another, but for something; one of ZeRO's files, it may be."""
+    saved = {HEADER: moment_tensor.moment_description(x.store)}
+    saved |= {name: t.clone() for name, t in zip(BUFFERS, buffers(x), strict=True)}
+    target = chance.choice([saved, saved[HEADER], *saved[HEADER]["pieces"]])
+    key = chance.choice([*BUFFERS] if target is saved else [*target])
+    target[key] = other_tensor(target[key], chance) if target is saved else any_value(chance)
+    others = [x[: chance.randrange(NUMEL)], x.dense(), moment("dynamic"), hashed_again(saved)]
+    return chance.choice(others)
 
 
 def damage_state_dict(saved: dict, chance: random.Random) -> None:

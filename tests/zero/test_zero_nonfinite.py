@@ -8,6 +8,7 @@ import pytest
 import torch
 from log_lines import warned
 from nests import difference
+from zero_shards import put_together
 from zero_worker import MOMENTS, Bag, base_optimizer, config, held, make_engine, take_step
 
 # fp32: DeepSpeed finds the NaN and skips the step.  bf16 without its check: the step is taken.
@@ -96,33 +97,19 @@ def places(name, rank):
     return {"long": range(first, first + 256), "thin": range(5888, 6000)}
 
 
-def elements(states, name):
-    """Return {(parameter, element): master, or code, or float32 moment} of a rank's states."""
-    found = {}
-    for state in states:
-        offsets = {True: 0, False: 0}
-        for piece in state["pieces"]:
-            quantized = piece.block_size > 0
-            there = slice(offsets[quantized], offsets[quantized] + piece.numel)
-            offsets[quantized] += piece.numel
-            here = slice(piece.start, piece.start + piece.numel)
-            columns = [state["master"][here].tolist()]
-            columns += [state[w][0 if quantized else 2][there].tolist() for w in MOMENTS]
-            for i, row in enumerate(zip(*columns, strict=True)):
-                found[piece.name, piece.first + i] = row
-    return found
-
-
 @pytest.mark.parametrize("name", STEPPED)
 def test_nan_on_one_rank_leaves_its_blocks_and_steps_all_others(ranks, name):
-    for rank, result in enumerate(ranks):
-        before, clean, poisoned = (
-            elements(result[name][when]["states"], name) for when in ("before", "clean", "poisoned")
-        )
-        stopped = {(p, i) for p, where in places(name, rank).items() for i in where}
-        assert stopped <= before.keys()
-        for key, row in poisoned.items():
-            assert row == (before if key in stopped else clean)[key], key
+    before, clean, poisoned = (
+        put_together([result[name][when] for result in ranks], block_size=256)
+        for when in ("before", "clean", "poisoned")
+    )
+    stopped = places(name, 0) | places(name, 1)
+    for parameter, entry in poisoned.items():
+        expected = clean[parameter]
+        for key in ("weights", *MOMENTS):
+            for at in stopped.get(parameter, ()):
+                expected[key][at] = before[parameter][key][at]
+            assert torch.equal(entry[key], expected[key]), (parameter, key)
 
 
 @pytest.mark.parametrize("name", STEPPED)

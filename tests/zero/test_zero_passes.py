@@ -230,16 +230,12 @@ CASES = {
     ),
     "zero3, bf16 masters": Case(SHARED, BF16, (True, True)),
     "zero1": slow(config(1, dtype={}) | CLIP, BF16),
-    "zero2, without clipping": slow(config(2, dtype={}), BF16),
-    "zero2, accumulated": slow(ZERO2 | GAS, BF16),
     "zero2, dynamic, Lion": slow(
         config(2, dtype={}, codec="dynamic", optimizer="Lion8bitBlockwise") | CLIP, BF16
     ),
-    "zero2, fp32": slow(config(2) | CLIP, FP32),
     "zero2, bf16 masters": slow(config(2, **MASTERS) | CLIP, BF16),
     "zero2, no offload": slow(NO_OFFLOAD),
     "zero3, fp16": slow(config(3) | CLIP | HALF, FP16, (False, True)),
-    "zero3, summed in fp32": slow(ZERO3 | GAS | FP32_GRADS, FP32, (False, False)),
     "zero3, fp32 throughout": slow(config(3, zero=ON_CPU), FP32, (True, True)),
     "zero3, 24-bit masters": slow(config(3, **CORRECTED) | CLIP, BF16, (True, True)),
     "zero3, bf16 masters, weights offloaded": slow(
