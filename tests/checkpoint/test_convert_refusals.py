@@ -81,15 +81,6 @@ def test_convert_does_not_touch_an_output_that_is_there(tmp_path):
     assert (tmp_path / "out").read_text() == "mine"
 
 
-def test_convert_into_a_folder_that_is_not_there_makes_it_and_prints_the_path_as_given(
-    tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    saved_plain(tmp_path / "in")
-    assert converted("in", "new/folder/out.pt", "plain")["target"] == "new/folder/out.pt"
-    assert torch.load("new/folder/out.pt")["optimizer"]["state"]
-
-
 def test_convert_that_fails_while_writing_leaves_nothing(tmp_path, monkeypatch):
     saved_plain(tmp_path / "in")
 

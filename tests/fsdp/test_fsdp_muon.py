@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from benchmarks.engine.sent import sent_by
 from examples.gpt.engines import join_ranks
 from zero8.optimizer import muon_step as muon
 from zero8.optimizer.muon import Muon8bitBlockwise
@@ -24,35 +23,19 @@ sizes = pytest.mark.parametrize(
 )
 
 
-def trained(late: str = "", offload: bool = False, replicas: int = 1) -> dict[str, dict]:
-    model = sharded(offload, replicas)
-    optimizer = optimizer_of(model)
-    run(model, optimizer, 0, STEPS, late)
-    return results(model, optimizer)
-
-
-def trained_by_rows() -> dict[str, dict]:
-    """Return `results` where ranks have rows of all experts, two of which are gathered at once."""
-    before, muon.MAX_NUMEL = muon.MAX_NUMEL, 2 * math.prod(SHAPES["experts"][1:])
+def trained(**options) -> dict[str, dict]:
+    """Return `results` after some steps; with `by_rows`, two experts are gathered at once."""
+    before, late = muon.MAX_NUMEL, options.pop("late", "")
+    if options.pop("by_rows", False):
+        muon.MAX_NUMEL = 2 * math.prod(SHAPES["experts"][1:])
+        options["placement_of"] = by_rows
     try:
-        model = sharded(placement_of=by_rows)
+        model = sharded(**options)
         optimizer = optimizer_of(model)
-        run(model, optimizer, 0, STEPS)
+        run(model, optimizer, 0, STEPS, late)
         return results(model, optimizer)
     finally:
         muon.MAX_NUMEL = before
-
-
-def sent_of_experts() -> dict[str, int]:
-    """Return the bytes that this rank sends in a step of the experts, by where it has them."""
-    found = {}
-    for name, placement_of in (("whole", None), ("rows", by_rows)):
-        model = sharded(placement_of=placement_of)
-        optimizer = optimizer_of(model, [("experts", model.experts)])
-        run(model, optimizer, 0, 1)
-        model(1).backward()
-        found[name] = sent_by(optimizer.step)
-    return found
 
 
 DTYPES = {"a": "bfloat16", "conv": "bfloat16", "b": "float32", "experts": "float32"}
@@ -100,42 +83,24 @@ def made_on_two_dimensions() -> tuple[str, str] | None:
     return error_of(Muon8bitBlockwise, [("weight", nn.Parameter(p))])
 
 
-@sizes
-def test_fsdp2_muon_steps_are_those_of_one_process(world_size, standing_ranks):
-    expected = alone()
-    for got in standing_ranks(world_size).run(trained):
-        assert wrong(got, expected) == []
+STEPPED = {
+    "one rank": (1, {}),
+    "two ranks": (2, {}),
+    "three ranks": (3, {}),
+    "experts cut": (2, {"by_rows": True}),
+    "replicas": (4, {"replicas": 2}),  # HSDP: each exchanges among its own ranks
+    # The rounds of the first step have a parameter less; and parameters may be offloaded.
+    "late gradient": (2, {"late": LATE, "offload": True}),
+}
 
 
-def test_fsdp2_muon_steps_of_experts_that_are_cut_are_those_of_one_process(standing_ranks):
-    expected = alone()
-    for got in standing_ranks(2).run(trained_by_rows):
-        assert wrong(got, expected) == []
-
-
-def test_fsdp2_muon_sends_no_experts_that_a_rank_has_whole(standing_ranks):
-    """Of two ranks each has half of every expert: it sends that to the owner, or returns it.
-
-    Both also send what all ranks agree on: flags, which are the same bytes in both.
-    """
-    half_bytes = 4 * math.prod(SHAPES["experts"]) // 2
-    for sent in standing_ranks(2).run(sent_of_experts):
-        assert sent["whole"] < 100
-        assert sent["rows"] - sent["whole"] == half_bytes
-
-
-@pytest.mark.slow
-def test_fsdp2_muon_steps_of_replicas_are_those_of_one_process(standing_ranks):
-    """HSDP: each replica exchanges among its own ranks."""
-    expected = alone()
-    for got in standing_ranks(4).run(trained, replicas=2):
-        assert wrong(got, expected) == []
-
-
-def test_fsdp2_muon_steps_of_a_late_gradient_are_those_of_one_process(standing_ranks):
-    """The rounds of the first step have a parameter less; and parameters may be offloaded."""
-    expected = alone(late=LATE)
-    for got in standing_ranks(2).run(trained, late=LATE, offload=True):
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (STEPPED[n][0] > 2)) for n in STEPPED]
+)
+def test_fsdp2_muon_steps_are_those_of_one_process(name, standing_ranks):
+    world_size, options = STEPPED[name]
+    expected = alone(late=options.get("late", ""))
+    for got in standing_ranks(world_size).run(trained, **options):
         assert wrong(got, expected) == []
 
 

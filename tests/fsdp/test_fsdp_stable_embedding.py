@@ -13,7 +13,7 @@ from zero8 import Adam8bitBlockwise, StableEmbedding
 SHAPE = (90, 64)
 FLOAT32 = 32, "in a StableEmbedding"
 MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-WAYS = ("sharded", "offload", "mixed", "own", "meta", "made before", "moved", "unsharded")
+WAYS = ("offload", "mixed", "own", "meta", "made before", "unsharded")
 
 
 class Tied(nn.Module):
@@ -65,8 +65,6 @@ def made(way):
     if way == "own":
         fully_shard(model.one_row, **options)
     optimizer = optimizer_of(fully_shard(model, **options))
-    if way == "moved":
-        model.to(torch.bfloat16)
     if way == "unsharded":  # it holds whole parameters between backward and step
         model.set_reshard_after_backward(False)
     return model, optimizer

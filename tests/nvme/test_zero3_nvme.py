@@ -95,11 +95,7 @@ def load_and_train(folder, pipelined, options):
 
 
 def train_and_write(folder):
-    """Train 24-bit weights, zero a third of them from outside, and take a step.
-
-    Returns:
-        What is held then, and where the corrections have been set to 0, too.
-    """
+    """Train 24-bit weights, zero a third of them from outside, and take a step."""
     held = []
     for drops in (False, True):
         engine = make_tower(nvme_config(f"{folder}/{drops}", **PRECISIONS["bf16 masters"]))

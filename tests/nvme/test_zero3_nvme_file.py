@@ -129,11 +129,6 @@ def test_zero3_nvme_file_that_is_not_the_last_one_written_is_an_error_with_both_
             swap_file.load(path, mark)
 
 
-def test_zero3_nvme_file_that_is_gone_is_not_called_damaged(path):
-    with pytest.raises(FileNotFoundError, match="No such file .*/file"):
-        swap_file.load(path)
-
-
 def test_zero3_nvme_reserve_makes_a_file_longer_and_never_shorter(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"kept")
