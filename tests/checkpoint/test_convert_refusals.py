@@ -17,7 +17,7 @@ from zero8.checkpoint.commands import convert
 @pytest.mark.parametrize("rank", [0, 1])
 def test_convert_without_a_ranks_file_is_refused(stage, rank, source_at, tmp_path):
     shutil.copytree(source_at(f"zero{stage}x2"), tmp_path / "in" / "checkpoint")
-    (tag,) = (tmp_path / "in" / "checkpoint").glob("global_step*")
+    tag = tmp_path / "in" / "checkpoint" / "saved"
     (path,) = tag.glob(f"*zero_pp_rank_{rank}_*optim_states.pt")
     path.unlink()
     error = refusal(tag, tmp_path / "in" / "out")
@@ -79,6 +79,15 @@ def test_convert_does_not_touch_an_output_that_is_there(tmp_path):
     (tmp_path / "out").write_text("mine")
     assert "exists" in refusal(tmp_path / "in", tmp_path / "out")
     assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_convert_into_a_folder_that_is_not_there_makes_it_and_prints_the_path_as_given(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    saved_plain(tmp_path / "in")
+    assert converted("in", "new/folder/out.pt", "plain")["target"] == "new/folder/out.pt"
+    assert torch.load("new/folder/out.pt")["optimizer"]["state"]
 
 
 def test_convert_that_fails_while_writing_leaves_nothing(tmp_path, monkeypatch):

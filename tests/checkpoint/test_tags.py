@@ -74,6 +74,14 @@ def test_tag_with_a_manifest_that_cannot_be_read_is_damaged_and_says_why(tmp_pat
     assert tag.state == DAMAGED and MANIFEST in tag.problem
 
 
+@pytest.mark.parametrize("marker", [b"", b"[]", b"{", b'{"sequence": "x"}', b"x" * 5000])
+def test_marker_of_anything_is_a_marker(tmp_path, marker):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / MARKER).write_bytes(marker)
+    (tag,) = tags.tags_in(tmp_path)
+    assert (tag.state, tag.sequence) == (INCOMPLETE, 0)
+
+
 def test_order_of_tags_is_that_of_saving_whatever_the_clock_says(tmp_path):
     order = ["step10", "step9", "best", "step1"]
     for tag in order:

@@ -77,6 +77,17 @@ def test_fsdp2_checkpoint_of_another_form_is_refused_on_all_ranks(
         assert same({n: after[n] for n in quantized}, {n: before[n] for n in quantized})
 
 
+@pytest.mark.slow
+def test_fsdp2_full_checkpoint_of_adamw_loads_into_8_bit_states(carried):
+    """Every rank has it whole, beside the entries that DCP has merged in."""
+    for given, _, taken, error in carried("full", "AdamW", "8bit"):
+        assert error is None
+        for name, entries in given.items():
+            assert taken[name]["step"] == 3
+            distance = torch.norm(taken[name]["exp_avg"] - entries["exp_avg"])
+            assert distance <= 0.032 * torch.norm(entries["exp_avg"])
+
+
 def test_fsdp2_moments_assigned_count_and_entries_of_other_code_survive(standing_ranks, tmp_path):
     for (got, expected), (slow, wanted) in standing_ranks(2).run(assigned, folder=tmp_path):
         assert differing(got, expected, 2) == []

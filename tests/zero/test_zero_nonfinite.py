@@ -66,6 +66,25 @@ def step_poisoned(layouts):
     return result
 
 
+def step_assigned(ds_config):
+    """Take a step after first moments have been assigned, one of them infinite on rank 1."""
+    result = {}
+    for name in ("clean", "poisoned"):
+        engine = make_engine(ds_config, Bag())
+        take_step(engine, 0)
+        result["before"] = held(engine)
+        optimizer = base_optimizer(engine)
+        for state in optimizer.state.values():
+            values = state["exp_avg"].dense()
+            for piece in state["exp_avg"].store.table.pieces:
+                if (name, piece.name, os.environ["RANK"]) == ("poisoned", "long", "1"):
+                    values[piece.start] = math.inf
+            state["exp_avg"] = values
+        take_step(engine, 1)
+        result[name] = held(engine)
+    return result | {"counted": optimizer.nonfinite_blocks, "check": checked(optimizer)}
+
+
 def checked(optimizer):
     try:
         optimizer.check_finite()
@@ -97,19 +116,26 @@ def places(name, rank):
     return {"long": range(first, first + 256), "thin": range(5888, 6000)}
 
 
-@pytest.mark.parametrize("name", STEPPED)
-def test_nan_on_one_rank_leaves_its_blocks_and_steps_all_others(ranks, name):
-    before, clean, poisoned = (
-        put_together([result[name][when] for result in ranks], block_size=256)
-        for when in ("before", "clean", "poisoned")
-    )
-    stopped = places(name, 0) | places(name, 1)
+def states_in(ranks):
+    """Return what all ranks hold before, without and with the NaN, put together."""
+    for when in ("before", "clean", "poisoned"):
+        yield put_together([result[when] for result in ranks], block_size=256)
+
+
+def assert_stopped(stopped, before, clean, poisoned, keys=("weights", *MOMENTS)):
+    """Check that these elements stayed as they were before, and that all others are clean."""
     for parameter, entry in poisoned.items():
         expected = clean[parameter]
-        for key in ("weights", *MOMENTS):
+        for key in keys:
             for at in stopped.get(parameter, ()):
                 expected[key][at] = before[parameter][key][at]
             assert torch.equal(entry[key], expected[key]), (parameter, key)
+
+
+@pytest.mark.parametrize("name", STEPPED)
+def test_nan_on_one_rank_leaves_its_blocks_and_steps_all_others(ranks, name):
+    stopped = places(name, 0) | places(name, 1)
+    assert_stopped(stopped, *states_in([result[name] for result in ranks]))
 
 
 @pytest.mark.parametrize("name", STEPPED)
@@ -122,6 +148,19 @@ def test_nan_on_one_rank_is_counted_and_logged_there_and_raises_on_all_when_aske
             assert any(f"{parameter}: 1 blocks" in text for text in result[name]["messages"])
         assert result[name]["check"].startswith(f"{total} blocks met a non-finite gradient")
         assert result[name]["clean check"] is None
+
+
+@pytest.mark.parametrize("name", ["in the flat gradient", "in ZeRO-3's flat gradient"])
+def test_infinity_assigned_on_one_rank_leaves_its_block_and_raises_on_all_when_asked(
+    name, standing_ranks
+):
+    """A rank that raised alone would leave the others waiting in their next collective."""
+    every = standing_ranks(2).run(step_assigned, ds_config=LAYOUTS[name])
+    stopped = {"long": places(name, 1)["long"]}
+    assert_stopped(stopped, *states_in(every), keys=["weights"])
+    for rank, result in enumerate(every):
+        assert result["counted"] == rank
+        assert result["check"].startswith("1 blocks met a non-finite gradient")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
