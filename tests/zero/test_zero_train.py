@@ -4,7 +4,8 @@
 import gc
 
 import torch
-from zero_worker import config, make_engine, train
+from torch.utils._python_dispatch import TorchDispatchMode
+from zero_worker import base_optimizer, config, make_engine, train
 
 STEPS = 3
 CLIPPED = {"gradient_clipping": 1.0}
@@ -42,3 +43,37 @@ def test_no_float32_moments_are_hidden_anywhere(standing_ranks):
     """
     for ours, theirs in standing_ranks(2).run(long_buffers_of_both):
         assert ours == theirs - 3
+
+
+class CountCollectives(TorchDispatchMode):
+    """Counts what goes to torch.distributed's process groups."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))
+
+
+def collectives():
+    """Return how many the optimizer's steps make, and how many the whole training."""
+    engine = make_engine(config() | CLIPPED)
+    inside, around = CountCollectives(), CountCollectives()
+    step = base_optimizer(engine).step
+
+    def counted(*args, **kwargs):
+        with inside:
+            return step(*args, **kwargs)
+
+    base_optimizer(engine).step = counted
+    with around:
+        train(engine, STEPS)
+    return inside.count, around.count
+
+
+def test_step_makes_no_collective_of_its_own(standing_ranks):
+    for inside, around in standing_ranks(2).run(collectives):
+        assert inside == 0
+        assert around >= STEPS  # the counter does count ZeRO's own
