@@ -34,7 +34,7 @@ class Adam8bitBlockwise(BlockwiseOptimizer):
         betas: decay rates of the moments.
         eps: added to the root of the second moment; 0 is safe even where gradients are 0.
         weight_decay: decoupled (`adam_w_mode`) or added to the gradient; None (default) means 0, as
-            in DeepSpeed, and is logged once outside DeepSpeed.
+            in DeepSpeed; outside DeepSpeed, a log line says so once.
         adam_w_mode: AdamW (default) or Adam with L2 regularization.
         bias_correction: divide the moments by 1 - beta^t.
         maximize: ascend instead of descend.
@@ -46,11 +46,11 @@ class Adam8bitBlockwise(BlockwiseOptimizer):
         stochastic_rounding: rounding of bfloat16 and INT8 parameters: "auto" or "dither"
             (golden-ratio sequence), "hash" (independent), or False (nearest).
         weight_correction_bits: 0, or 8 to keep 8 more bits of each bfloat16 weight beside the
-            states, and to round to nearest.  A weight that a script writes counts as written; the
-            next step drops the 8 bits of all weights of its block.
+            states, and to round to nearest.  If a script writes a weight, its value counts;
+            the next step drops the 8 bits of all weights of its block.
         seed: seed of the dither; there is no generator state.
         state_dict_format: "8bit" (default), or "fp32" for state dicts like those of torch's AdamW,
-            four times as large, with which `torch.distributed.checkpoint` reads a checkpoint of
+            four times as large.  With "fp32", `torch.distributed.checkpoint` reads a checkpoint of
             AdamW.  Both are exact, and `load_state_dict` takes either.
         **others: keys of DeepSpeed's and torch's Adam that select an implementation are accepted
             without effect; `amsgrad=True` and other variants are refused.
@@ -58,7 +58,7 @@ class Adam8bitBlockwise(BlockwiseOptimizer):
     Attributes:
         state_dict_format (str): see the argument; may be set between two calls of `state_dict`.
         nonfinite_blocks (int): blocks that steps have left unchanged because a gradient was not
-            finite, as far as reported yet.
+            finite; blocks of the latest steps may not be counted yet.
 
     Raises:
         ValueError: for an unknown key, a bad value, or a parameter that cannot be stepped.

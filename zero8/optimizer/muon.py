@@ -27,7 +27,7 @@ ADAM_PARAMS = ("*embed*", "*lm_head*")
 
 
 class Muon8bitBlockwise(BlockwiseOptimizer):
-    r"""Muon whose momentum is kept as 8-bit codes, with 8-bit AdamW for all that is no matrix.
+    r"""Muon whose momentum is kept as 8-bit codes, and 8-bit AdamW for all else.
 
     The step is that of `torch.optim.Muon` with the moment decoded before and encoded after it:
     `zero8.spec.muon` has the equations, `zero8.spec.codec` the codes and their error bounds.
@@ -37,19 +37,20 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
     Each group is split into one with `use_muon` and one without.  Muon gets the parameters of two
     and more dimensions whose names match no pattern of `adam_params`, and that are not of a
     `zero8.StableEmbedding`.  A group that has `use_muon` stays as it is, and an attribute
-    `use_muon` of a parameter decides before its name; both are DeepSpeed's.  Three dimensions are
-    taken for matrices of experts; of four and more, as filters have, the first are the rows.
+    `use_muon` of a parameter decides before its name; both are DeepSpeed's.  A parameter of three
+    dimensions holds a matrix per expert.  One of four and more, such as a filter, is one matrix,
+    whose rows are its first dimension.
 
-    A matrix that is cut between ranks is orthogonalized by one of them, which gets the update in
-    `ns_dtype` and returns it; momentum stays where it is.
+    If a matrix is cut between ranks, one of them gets the update in `ns_dtype`, orthogonalizes it
+    and returns it; the momentum stays where it is.
 
     Args:
         params: see `Adam8bitBlockwise`; with names, unless groups or parameters have `use_muon`.
-        lr: learning rate of both, a number or a one-element tensor.
-        muon_lr: learning rate of Muon's parameters instead of `lr`, unless their group has its own;
-            like `adam_lr` and `ns_method` one of DeepSpeed's names.
-        adam_lr: the same of AdamW's.
-        weight_decay: decoupled, of both.
+        lr: learning rate of Muon and AdamW, a number or a one-element tensor.
+        muon_lr: learning rate of Muon's parameters instead of `lr`, unless their group has its own.
+            DeepSpeed has this name, `adam_lr` and `ns_method`, which has no effect here.
+        adam_lr: the same for AdamW's parameters.
+        weight_decay: decoupled, for both.
         momentum: decay rate of Muon's moment.
         nesterov: Nesterov's momentum.
         ns_coefficients: a, b and c of equation (N1) of `zero8.spec.newton_schulz`.

@@ -27,8 +27,9 @@ class StableEmbedding(nn.Embedding):
     embedding_dim) in the dtype of `weight`, under autocast, too.  `norm` has that dtype as well.
     The row of `padding_idx` starts at 0 and gets no gradient; the output there is `norm.bias`.
 
-    A state dict has `weight`, `norm.weight` and `norm.bias`, the names of bitsandbytes.  That of a
-    plain embedding, which has only `weight`, loads with `strict=False`: the norm keeps its values.
+    A state dict has `weight`, `norm.weight` and `norm.bias`, the names of bitsandbytes.  A state
+    dict of a plain embedding has only `weight` and loads with `strict=False`: the norm keeps its
+    values.
 
     Arguments are those of `torch.nn.Embedding`.  zero8's optimizers refuse to step with the
     gradients of `sparse=True`.

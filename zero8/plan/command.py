@@ -25,8 +25,8 @@ HELP = {
     "offload": "where optimizer states are; default cpu",
     "dtype": "default bf16; bf16-masters: without fp32 master weights; 24-bit-masters: the same, "
     "with weight_correction_bits 8",
-    "weights": "default plain; int8: torchao's INT8 weights, with a scale per row, under fsdp2, of "
-    "all matrices without `embed` in their names",
+    "weights": "default plain; int8: under fsdp2, torchao's INT8 weights, with a scale per row, "
+    "for all matrices without `embed` in their names",
 }
 
 
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_hardware(group: argparse._ArgumentGroup) -> None:
     default = Hardware()
     group.add_argument("--cores", type=_positive, help=f"of a host; default {default.cores}")
-    help_text = "ns/param of one core, as `zero8 bench --threads 1` prints them; default recorded"
+    help_text = "ns/param of one core, as `zero8 bench --threads 1` prints them; default: recorded"
     numbers = {"type": _positive, "nargs": 2, "metavar": ("FP32", "ZERO8")}
     group.add_argument("--core-ns", **numbers, help=help_text)
     for option, what in (

@@ -14,7 +14,7 @@ HELP = {
     "inspect": "show the contents of a checkpoint, and how its codes are used",
     "diff": "list parameters that differ in two checkpoints: exit status 0 for none, else 1",
     "convert": "convert a checkpoint of one framework for another, keeping 8-bit codes",
-    "seal": "write a manifest for a folder, for verify to compare it with",
+    "seal": "write a manifest for a folder, so that verify can check its files",
     "prune": "delete the oldest tags of a folder, never the last complete one",
 }
 
