@@ -155,8 +155,7 @@ arm-check: .venv/.dev
 	$(PYTEST) tests/kernel/test_vec.py tests/kernel/test_csrc.py -m slow
 
 test-sanitizers: .venv/.test
-	$(PYTEST) tests/kernel/test_sanitized.py tests/kernel/test_csrc.py \
-	  tests/kernel/test_thread_sanitizer.py -k sanitizer
+	$(PYTEST) tests/kernel/test_sanitized.py tests/kernel/test_thread_sanitizer.py -k sanitizer
 
 fuzz: .venv/.test
 	$(BUILD)

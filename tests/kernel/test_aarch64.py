@@ -14,7 +14,6 @@ from itertools import product
 import halves
 import kernel_steps
 import pytest
-import shared_numbers
 import torch
 from needs import AARCH64_COMPILER, AARCH64_EMULATOR, need_aarch64
 from piped_kernel import PipedKernel
@@ -31,6 +30,7 @@ from segments import (
     tensors,
 )
 from test_csrc import COMPILER, CSRC, TARGETS, WARNINGS, compile_all, output_of
+from test_int8_kernel import DTYPES as ROWS
 from test_kernel import BF16, DTYPES, FP32, HYPERS, PLACES, steps
 from test_param_copy import FP16, with_copy
 from test_random_steps import STEPS, hyper_of, prepare, segment_of
@@ -53,7 +53,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 
 CROSS_COMPILER = [AARCH64_COMPILER, *COMPILER[-2:]]
 RANDOM_CASES = 400
-PROGRAMS = ["piped_kernel", "csrc_driver"]
 REST = ["check", "dispatch", "fill", "norm"]
 """The kernel but for its steps and its binding."""
 # The kernels refer to OpenMP weakly, for which nothing is taken out of an archive.
@@ -62,8 +61,8 @@ TINY = 2.0**-126
 
 
 @pytest.fixture(scope="module")
-def commands(tmp_path_factory):
-    """The command of each program, which has the kernel in it, compiled as the op is.
+def command(tmp_path_factory):
+    """The command of the program that has the kernel in it, compiled as the op is.
 
     To save minutes, only the steps with NEON are optimized as much.
     """
@@ -71,37 +70,20 @@ def commands(tmp_path_factory):
     folder = tmp_path_factory.mktemp("aarch64")
     optimized = [CSRC / f"{name}.cpp" for name in (*REST, "step_neon")]
     made = compile_all(optimized, [*build.flags(), *WARNINGS], folder, CROSS_COMPILER)
-    programs = [SUPPORT / f"{name}.cpp" for name in PROGRAMS]
-    quick = compile_all(
-        [*programs, CSRC / "step_baseline.cpp"], [*FLAGS, *WARNINGS], folder, CROSS_COMPILER
-    )
-    for number, name in enumerate(PROGRAMS):
-        objects = [quick[number], *made, *quick[len(PROGRAMS) :]]
-        link = [*THREADS, "-static", *objects, "-o", folder / name]
-        output_of([*CROSS_COMPILER, *link])
-    return {name: [AARCH64_EMULATOR, str(folder / name)] for name in PROGRAMS}
+    quick = [SUPPORT / "piped_kernel.cpp", CSRC / "step_baseline.cpp"]
+    made += compile_all(quick, [*FLAGS, *WARNINGS], folder, CROSS_COMPILER)
+    output_of([*CROSS_COMPILER, *THREADS, "-static", *made, "-o", folder / "program"])
+    return [AARCH64_EMULATOR, str(folder / "program")]
 
 
 @pytest.fixture(scope="module", params=TARGETS["aarch64"])
-def arm(commands, request):
-    return PipedKernel(commands["piped_kernel"], request.param)
+def arm(command, request):
+    return PipedKernel(command, request.param)
 
 
 @pytest.fixture(scope="module")
-def neon(commands):
-    return PipedKernel(commands["piped_kernel"], "neon")
-
-
-def test_aarch64_shared_numbers_are_those_of_python(tmp_path):
-    need_aarch64()
-    numbers = tmp_path / "numbers.cpp"
-    numbers.write_text(shared_numbers.op_source())
-    output_of([*CROSS_COMPILER, *WARNINGS, "-fsyntax-only", numbers])
-
-
-def test_aarch64_serves_its_targets_and_any_number_of_threads(commands):
-    """The arrays of this driver end where memory that cannot be accessed begins."""
-    assert output_of(commands["csrc_driver"]).split() == TARGETS["aarch64"]
+def neon(command):
+    return PipedKernel(command, "neon")
 
 
 def test_aarch64_vec_operations_of_neon_equal_the_definition(tmp_path):
@@ -196,7 +178,10 @@ def step_everywhere(arm: PipedKernel, segments: list[Segment]) -> list[int]:
 
 @pytest.mark.parametrize("hyper", HYPERS.values(), ids=HYPERS)
 def test_aarch64_step_any_codec_dtype_place_and_gradient_equals_x86(neon, hyper):
-    """Each kind of dtypes in a third of the places: the hyperparameters together in all."""
+    """Each kind of dtypes in a third of the places: the hyperparameters together in all.
+
+    And INT8 weights, of whole rows.
+    """
     shift = list(HYPERS.values()).index(hyper)
     segments = [
         make(codec, place, scalars_at(1, hyper), *dtypes)
@@ -210,12 +195,18 @@ def test_aarch64_step_any_codec_dtype_place_and_gradient_equals_x86(neon, hyper)
         for number, one in enumerate(segments)
         if one.param.dtype == FP32
     ]
+    segments += [
+        make(codec, place, scalars_at(1, hyper), torch.int8, *dtypes, row_scales_dtype=scales)
+        for codec in (None, "log", "log6")
+        for scales, *dtypes in ROWS.values()
+        for place in (Place((7, 300), 256, 300, 1500, offset=3), Place((40, 17), 64, 0, 680))
+    ]
     for _ in steps(segments, hyper, 2):
         step_everywhere(neon, segments)
 
 
-def test_aarch64_step_of_the_baseline_any_codec_and_dtype_equals_x86(commands):
-    scalar, hyper = PipedKernel(commands["piped_kernel"], "baseline"), HYPERS["adamw"]
+def test_aarch64_step_of_the_baseline_any_codec_and_dtype_equals_x86(command):
+    scalar, hyper = PipedKernel(command, "baseline"), HYPERS["adamw"]
     segments = [
         make(codec, PLACES[number % len(PLACES)], scalars_at(1, hyper), *dtypes)
         for number, (codec, dtypes) in enumerate(product(CODEC_NAMES, DTYPES.values()))

@@ -145,20 +145,6 @@ def test_object_stays_within_its_instruction_set(objects, names, too_wide):
 
 
 @pytest.mark.slow
-def test_kernels_under_the_sanitizers_find_nothing(tmp_path):
-    # The driver steps over Adam's segments, as what reads and writes memory is one template for all
-    # algorithms, in all codecs.
-    sources = [CSRC / "dispatch.cpp", SUPPORT / "csrc_driver.cpp"]
-    sources += [CSRC / f"step_{target}.cpp" for target in OURS]
-    flags = [*SANITIZERS, "-ffp-contract=off"]
-    made = compile_all(sources, flags, tmp_path)
-    program = tmp_path / "driver"
-    output_of([*COMPILER, *flags, "-fopenmp", *made, "-o", program])
-    # Looking for leaks needs ptrace, which containers may forbid.
-    assert output_of([program], ASAN_OPTIONS="detect_leaks=0").split() == list(kernel.isas())
-
-
-@pytest.mark.slow
 @on_x86
 def test_blocks_beyond_two_to_the_32_elements_are_stepped_like_any_others(objects, tmp_path):
     """In 34 GiB of address space, of which the last two rows are written to."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States that did not come from a step, with the address and undefined behaviour sanitizers on."""
+"""Steps, and states from elsewhere, with the sanitizers of addresses and undefined behaviour on."""
 
 import os
 import sys
@@ -60,13 +60,13 @@ def run(op, *command, **environment):
 # DeepSpeed's aio may have to be built first, which takes minutes.
 @pytest.mark.timeout(1800)
 @pytest.mark.slow
-def test_states_that_arrive_under_the_sanitizers_touch_no_other_memory(op, tmp_path):
+def test_steps_and_states_that_arrive_under_the_sanitizers_touch_no_other_memory(op, tmp_path):
     """zero_arrival.py runs in this way only: its process is the one rank of a world of its own."""
     # Here, as compilers would be watched, too.
     build_ops()
     need_nvme()
-    names = ("test_record_check.py", "test_state_arrival.py", "zero_arrival.py")
-    files = [path for name in names for path in TESTS.rglob(name)]
+    names = "test_record_check test_random_steps test_state_arrival zero_arrival".split()
+    files = [path for name in names for path in TESTS.rglob(f"{name}.py")]
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     # -s: a sanitizer ends the process, with whatever pytest has captured until then.
     options = ["-qs", "-p", "sanitized_op", "-p", "no:cacheprovider", "--rootdir", ROOT]

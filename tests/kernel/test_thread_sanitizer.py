@@ -6,77 +6,97 @@ whole vectors, but not the masked ones with which AVX2 and AVX-512 end a block; 
 none.
 """
 
+import math
 import platform
-import re
 
+import kernel_steps
 import processes
 import pytest
+import torch
+from piped_kernel import PipedKernel
 from places import SUPPORT
+from segments import CODEC_NAMES, Place, assert_same, copied, gradient, make, scalars_at
 from test_csrc import COMPILER, CSRC, OURS, WARNINGS, compile_all, output_of
+from test_kernel import DTYPES, HYPERS
 
 from zero8.op import kernel
+from zero8.spec.segment import Rounding
 
 SANITIZER = "-fsanitize=thread"
 FLAGS = ["-O1", "-g1", SANITIZER, *WARNINGS, "-ffp-contract=off"]
 SERVED = list(kernel.isas())
-REPORTED = 66
-"""The exit status of a program in which the sanitizer found a race."""
+ADAMW = HYPERS["adamw"]
+INT8 = torch.int8, torch.float32, Rounding.DITHER
+# Several threads cut each of these, at blocks of both sizes.
+PLACES = [Place((999, 129), 128, 0, 999 * 129), Place((40, 5000), 4096, 0, 40 * 5000)]
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory):
-    """The driver, its OpenMP, and the kernels."""
+    """The program, its OpenMP, and the kernels."""
     sources = [CSRC / f"{name}.cpp" for name in ("dispatch", *(f"step_{t}" for t in OURS))]
-    sources += [SUPPORT / f"{name}.cpp" for name in ("csrc_driver", "gomp_of_threads")]
+    sources += [SUPPORT / f"{name}.cpp" for name in ("piped_kernel", "gomp_of_threads")]
     return compile_all(sources, FLAGS, tmp_path_factory.mktemp("objects"))
 
 
-def link(objects, folder):
-    """Link without libgomp; return the program."""
-    program = folder / "csrc_driver"
+def linked(objects, folder):
+    """Link without libgomp; return the command of the program."""
+    program = folder / "piped_kernel"
     output_of([*COMPILER, SANITIZER, "-pthread", *objects, "-o", program])
-    return program
+    # The kernel may spread addresses wider than this sanitizer expects.
+    is_spread = "unexpected memory mapping" in processes.run([program, "", "spread?"]).stderr
+    return [*(["setarch", platform.machine(), "-R"] if is_spread else []), str(program)]
 
 
 @pytest.fixture(scope="module")
-def program(objects, tmp_path_factory):
-    return link(objects, tmp_path_factory.mktemp("program"))
+def command(objects, tmp_path_factory):
+    return linked(objects, tmp_path_factory.mktemp("program"))
 
 
-def run(*command):
-    """Run a program up to the first race; return the finished process."""
-    options = {"TSAN_OPTIONS": f"halt_on_error=1:exitcode={REPORTED}"}
-    done = processes.run(command, seconds=400, **options)
-    if "unexpected memory mapping" in done.stderr:
-        # The kernel spreads addresses wider than this sanitizer expects.
-        command = ("setarch", platform.machine(), "-R", *command)
-        done = processes.run(command, seconds=400, **options)
-    return done
+@pytest.fixture(autouse=True)
+def up_to_the_first_race(monkeypatch):
+    monkeypatch.setenv("TSAN_OPTIONS", "halt_on_error=1")
 
 
-def test_threads_under_the_thread_sanitizer_do_not_race_and_write_the_bits_of_one(program):
-    done = run(program)
-    assert done.returncode == 0, done.stdout + done.stderr[:6000]
-    assert done.stdout.split() == SERVED
-    assert "ThreadSanitizer" not in done.stderr
+def segments_of(codec):
+    segments = [
+        make(codec, place, scalars_at(1, ADAMW), *dtypes)
+        for place in PLACES
+        for dtypes in (*DTYPES.values(), INT8)
+    ]
+    for number, segment in enumerate(segments):
+        segment.grad.copy_(gradient(0, segment.grad.numel(), number, segment.grad.dtype))
+        segment.grad[:: 7 * 129] = math.nan
+    return segments
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES, ids=str)
+@pytest.mark.parametrize("isa", SERVED)
+def test_threads_under_the_thread_sanitizer_do_not_race_and_write_the_bits_of_one(
+    command, isa, codec
+):
+    alone = segments_of(codec)
+    together = [copied(segment) for segment in alone]
+    expected = kernel_steps.step(alone, num_threads=1, isa=isa)
+    assert PipedKernel(command, isa).step(together, num_threads=3) == expected
+    for number, pair in enumerate(zip(together, alone, strict=True)):
+        assert_same(*pair, f"segment {number}")
 
 
 @pytest.mark.parametrize("isa", SERVED)
-def test_thread_sanitizer_reports_two_threads_in_one_segment(program, isa):
+def test_thread_sanitizer_reports_two_threads_in_one_segment(command, isa):
     """Guards the test above: the sanitizer sees what the kernel of each target loads and stores."""
-    done = run(program, isa)
-    assert done.returncode == REPORTED, done.stdout + done.stderr
-    assert "ThreadSanitizer: data race" in done.stderr
-    assert f"zero8::{isa}::" in done.stderr
+    segment = make(None, PLACES[1], scalars_at(1, ADAMW))
+    with pytest.raises(AssertionError, match=f"data race(.|\n)*zero8::{isa}::"):
+        PipedKernel(command, isa).step([segment, segment])
 
 
 def test_thread_sanitizer_reports_a_counter_that_is_not_atomic(objects, tmp_path):
     """Guards the first test: several threads do count blocks of one segment."""
     plain = "-D__atomic_fetch_add(counter, value, order)=(*(counter) += (value))"
     made = compile_all([CSRC / "dispatch.cpp"], [*FLAGS, plain], tmp_path)
-    done = run(link([*made, *(path for path in objects if path.stem != "dispatch")], tmp_path))
-    assert done.returncode == REPORTED, done.stdout + done.stderr
-    assert "ThreadSanitizer: data race" in done.stderr
-    assert re.search(r"#0 .*step_range", done.stderr)
+    command = linked([*made, *(path for path in objects if path.stem != "dispatch")], tmp_path)
+    with pytest.raises(AssertionError, match=r"data race(.|\n)*#0 .*step_range"):
+        PipedKernel(command, "baseline").step(segments_of("log"), num_threads=3)

@@ -9,21 +9,17 @@ from nests import assert_same
 from small_optimizers import (
     LR,
     OPTIONS,
-    assert_equal,
     param,
     run,
-    through_file,
 )
 from torch import nn
 
 import zero8
 from zero8 import Adam8bitBlockwise, AdEMAMix8bitBlockwise, Lion8bitBlockwise, SGD8bitBlockwise
-from zero8.spec.codec import CODECS
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 FP32 = torch.float32
 ADAM, LION, SGD, MIX = Adam8bitBlockwise, Lion8bitBlockwise, SGD8bitBlockwise, AdEMAMix8bitBlockwise
-codecs = pytest.mark.parametrize("codec", CODECS)
 every = pytest.mark.parametrize("made", OPTIONS, ids=lambda one: one.algorithm.name)
 one_moment = pytest.mark.parametrize("made", [LION, SGD], ids=lambda one: one.algorithm.name)
 
@@ -50,27 +46,6 @@ def test_algorithm_state_has_its_bytes(made):
     (row,) = optimizer.memory_report().rows
     scales = {ADAM: 3, MIX: 4}.get(made, 1)  # v has two
     assert row.state_bytes == len(algorithm.moments) * 64 * 512 + 4 * scales * 64 * 2
-
-
-@every
-@codecs
-@pytest.mark.parametrize("form", ["8bit", "fp32"])
-def test_algorithm_state_dict_through_a_file_continues_with_the_same_bits(made, codec, form):
-    p = param(20, 300, dtype=FP32)
-    optimizer = made([("w", p)], codec=codec, state_dict_format=form, **OPTIONS[made])
-    run(optimizer, [p], 3)
-    saved = optimizer.state_dict()
-    q = nn.Parameter(p.detach().clone())
-    other = made([("w", q)], codec=codec, **OPTIONS[made])
-    other.load_state_dict(through_file(saved))
-    if form == "fp32" and made.algorithm.memory:  # the bounds of its updates are forgotten
-        for mine, theirs in zip(optimizer.moments(p), other.moments(q), strict=True):
-            assert torch.equal(mine.codes, theirs.codes)
-            assert torch.equal(mine.scales, theirs.scales)
-        return
-    run(optimizer, [p], 3, start=3)
-    run(other, [q], 3, start=3)
-    assert_equal([p], [q])
 
 
 @one_moment

@@ -36,12 +36,6 @@ def norm_by_torch(params, norm_type=2.0):
     return torch.nn.utils.get_total_norm([p.grad for p in params], norm_type)
 
 
-def clip_by_torch(params, max_norm):
-    """Clip by the norm that zero8 finds."""
-    norm = Adam8bitBlockwise(params).clip_grad_norm_(max_norm)
-    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
-
-
 @pytest.mark.parametrize("optimizer_class", OPTIMIZERS, ids=lambda one: one.__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from int8_weights import copy_of, int8_param, same_bits
-from small_optimizers import set_grads, through_file
+from small_optimizers import set_grads
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -100,51 +100,6 @@ def trained(params, steps=3, **settings):
         set_grads(params, step)
         optimizer.step()
     return optimizer
-
-
-@pytest.mark.usefixtures("way")
-def test_step_of_int8_weights_has_the_same_bits_with_any_number_of_threads_and_pieces(monkeypatch):
-    one, other = int8_params(), int8_params()
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        trained(one)
-        torch.set_num_threads(3)
-        monkeypatch.setattr(in_chunks, "MOST_ELEMENTS", 1)
-        trained(other)
-    finally:
-        torch.set_num_threads(threads)
-    assert all(map(same_bits, one, other))
-
-
-def test_state_of_int8_weights_resumes_to_the_bit():
-    whole, parts = int8_params(), int8_params()
-    trained(whole, steps=4)
-    first = trained(parts, steps=2)
-    resumed = [copy_of(p) for p in parts]
-    optimizer = make(MAKERS["log"], resumed)
-    optimizer.load_state_dict(through_file(first.state_dict()))
-    for step in range(2, 4):
-        set_grads(resumed, step)
-        optimizer.step()
-    assert all(map(same_bits, resumed, whole))
-
-
-@pytest.mark.usefixtures("way")
-def test_int8_weights_with_a_gradient_that_is_not_finite_keep_that_blocks_moments():
-    p = int8_param(weights_of((64, 512)))
-    optimizer = trained([p], steps=1)
-    before = [copy.deepcopy(store) for store in optimizer.moments(p)]
-    set_grads([p], 1)
-    p.grad[3, 300] = torch.nan
-    with pytest.raises(FloatingPointError, match=r"layer0 \(1 blocks\)"):
-        optimizer.step()
-    block = 3 * 2 + 1
-    for store, old in zip(optimizer.moments(p), before, strict=True):
-        stays = (store.scales == old.scales).view(64 * 2, -1).all(1)
-        assert stays[block] and not stays[:block].any() and not stays[block + 1 :].any()
-        assert torch.equal(store.codes[block * 256 :][:256], old.codes[block * 256 :][:256])
-    assert p.scale.isfinite().all()
 
 
 @pytest.mark.usefixtures("way")

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon on plain tensors: its steps and states."""
 
-import copy
 import math
-import pickle
 
 import newton_schulz
 import numpy as np
@@ -11,7 +9,7 @@ import pytest
 import torch
 from nests import assert_same
 from reference_twin import NAME, SEED, SHAPE, ReferenceTwin
-from small_optimizers import assert_equal, gamma, param, run, set_grads, through_file
+from small_optimizers import assert_equal, gamma, param, run, set_grads
 from torch import nn
 
 from zero8 import Adam8bitBlockwise, Muon8bitBlockwise
@@ -169,20 +167,6 @@ def test_muon_clipping_rounds_to_the_wider_type_of_weight_and_gradient(dtypes, n
     assert_same(codes_of(clipping, ours), codes_of(plain, theirs))
 
 
-@pytest.mark.parametrize("ns_dtype", ["float32", "bfloat16"])
-def test_muon_steps_inside_autocast_are_those_outside(ns_dtype):
-    inside, outside = ([param(16, 256), param(4, 8, 256)] for _ in range(2))
-    autocast, plain = muon(*inside, ns_dtype=ns_dtype), muon(*outside, ns_dtype=ns_dtype)
-    for step in range(2):
-        set_grads(inside, step), set_grads(outside, step)
-        with torch.autocast("cpu", torch.bfloat16):
-            autocast.clip_grad_norm_(0.3)
-            autocast.step()
-        plain.clip_grad_norm_(0.3)
-        plain.step()
-    assert_equal(inside, outside)
-
-
 # --- Numbers that are not finite -----------------------------------------------------------------
 
 
@@ -222,36 +206,6 @@ def test_muon_gradient_that_is_not_finite_leaves_its_matrix(shape, ns_dtype, bad
 
 # --- States --------------------------------------------------------------------------------------
 
-SHAPES = {
-    "embed": (20, 300),
-    "inner": (16, 512),
-    "experts": (3, 10, 256),
-    "conv": (16, 8, 3, 3),
-    "bias": (5000,),
-}
-
-
-def made(dtype=FP32, **keywords):
-    params = {name: param(*shape, dtype=dtype) for name, shape in SHAPES.items()}
-    keywords = {"lr": 0.01, **keywords}
-    return params, Muon8bitBlockwise(list(params.items()), **keywords)
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_muon_state_dict_resumes_with_the_same_bits(dtype):
-    params, optimizer = made(dtype)
-    run(optimizer, params.values(), 2)
-    others, resumed = made(dtype, lr=7.0)
-    with torch.no_grad():
-        for p, q in zip(others.values(), params.values(), strict=True):
-            p.copy_(q)
-    resumed.load_state_dict(through_file(optimizer.state_dict()))
-    for p, q in zip(others.values(), params.values(), strict=True):
-        assert_same(resumed.state[p], optimizer.state[q])
-    run(optimizer, params.values(), 2, start=2)
-    run(resumed, others.values(), 2, start=2)
-    assert_equal(others.values(), params.values())
-
 
 def test_muon_state_dict_of_torchs_muon_loads_with_the_moments():
     """Whose groups have no use_muon, and whose eps is that of the norm."""
@@ -263,23 +217,3 @@ def test_muon_state_dict_of_torchs_muon_loads_with_the_moments():
     assert torch.equal(optimizer.state[p]["momentum_buffer"], twin.state[q]["momentum_buffer"])
     assert optimizer.param_groups[0]["lr"] == 0.02
     run(optimizer, [p], 1, start=2)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_muon_copies_go_on_with_the_same_bits(copied):
-    params, optimizer = made(BF16, adam_params=["em*"])
-    run(optimizer, params.values(), 2)
-    other = copied(optimizer)
-    assert other.adam_params == ("em*",)
-    assert [g["use_muon"] for g in other.param_groups] == [True, False]
-    theirs = {
-        name: p
-        for group in other.param_groups
-        for name, p in zip(group["param_names"], group["params"], strict=True)
-    }
-    run(optimizer, params.values(), 2, start=2)
-    run(other, [theirs[name] for name in params], 2, start=2)
-    for name, p in params.items():
-        assert torch.equal(p, theirs[name]) and p is not theirs[name]
-        assert_same(optimizer.state[p], other.state[theirs[name]])
-    other.add_param_group({"params": [("new", param(8, 64))]})

@@ -6,13 +6,12 @@ Do that only together with a new format version: the files stand for checkpoints
 """
 
 import copy
-import pickle
 
 import pytest
 import torch
 from nests import assert_same
 from places import GOLDEN
-from small_optimizers import assert_equal, param, run, through_file
+from small_optimizers import param, run
 from torch import nn
 
 import zero8
@@ -53,35 +52,7 @@ def states_of(optimizer) -> list[dict]:
     return list(optimizer.state_dict()["state"].values())
 
 
-def assert_go_on_alike(*pairs, steps: int = 3, start: int = 3) -> None:
-    for params, optimizer in pairs:
-        run(optimizer, params.values(), steps, start=start)
-    (params, optimizer), (others, other) = pairs
-    assert_equal(params.values(), others.values())
-    assert_same(states_of(optimizer), states_of(other))
-
-
 # --- Round trips ---------------------------------------------------------------------------------
-
-
-@codecs
-@dtypes
-@pytest.mark.parametrize("rounding", ["dither", "hash", False], ids=str)
-@pytest.mark.parametrize("named", [True, False])
-def test_state_dict_through_a_file_continues_with_the_same_bits(codec, dtype, rounding, named):
-    """A resumed run goes on rounding where it was, though its parameters have other names."""
-    keywords = {"codec": codec, "stochastic_rounding": rounding}
-    params, optimizer = trained(dtype, **keywords)
-    resumed = {name: nn.Parameter(p.detach().clone()) for name, p in params.items()}
-    saved = through_file(optimizer.state_dict())
-    if named:
-        other = optimizer_of(resumed, **keywords)
-    else:
-        other = Adam8bitBlockwise(resumed.values(), **SMALL, **keywords)
-        del saved["param_groups"][0]["param_names"]
-    other.load_state_dict(saved)
-    assert_same(states_of(optimizer), states_of(other))
-    assert_go_on_alike((params, optimizer), (resumed, other))
 
 
 def test_state_entries_have_the_documented_types_and_shapes():
@@ -222,26 +193,6 @@ def test_load_state_dict_into_another_form_quantizes_the_moments_and_logs_it_onc
         return
     (line,) = said
     assert "saved with {} and loaded with {}, the".format(*forms) in line
-
-
-COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda both: pickle.loads(pickle.dumps(both))}
-copies = pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
-
-
-@copies
-@pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
-@pytest.mark.parametrize("steps", [0, 2])
-def test_optimizer_copy_continues_with_the_same_bits(duplicate, named, steps):
-    """The settings that states are made by are copied too."""
-    params = make_params(BF16)
-    keywords = {"lr": 0.1, "codec": "dynamic", "seed": 7, "stochastic_rounding": "hash"}
-    keywords |= {"bias_correction": False, "block_size": 64}
-    keywords |= SMALL | {"fp32_params": ["wide"]} if named else {"min_8bit_size": 500}
-    optimizer = Adam8bitBlockwise(params.items() if named else params.values(), **keywords)
-    run(optimizer, params.values(), steps)
-    copied = duplicate((params, optimizer))
-    assert type(copied[1]) is Adam8bitBlockwise
-    assert_go_on_alike((params, optimizer), copied, start=steps)
 
 
 # --- The golden file -----------------------------------------------------------------------------

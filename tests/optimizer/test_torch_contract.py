@@ -75,19 +75,6 @@ def test_lr_as_a_tensor_of_any_kind_under_a_schedule_steps_as_a_number(value):
 # --- Steps ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("steps", [0, 2])
-def test_step_without_any_gradient_changes_nothing(steps, weight_decay):
-    model = small_model()
-    optimizer = Adam8bitBlockwise(model.parameters(), weight_decay=weight_decay)
-    run(optimizer, list(model.parameters()), steps)
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in model.parameters())
-    before = everything(model, optimizer)
-    assert optimizer.step(lambda: 7.0) == 7.0
-    assert_same(everything(model, optimizer), before)
-
-
 @pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
 def test_parameter_twice_in_a_group_warns_as_torch_does_and_steps_once(named):
     def made(cls, *params):

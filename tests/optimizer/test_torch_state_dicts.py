@@ -9,7 +9,7 @@ import torch
 from nests import assert_same
 from small_optimizers import assert_equal, param, run, small_model, through_file
 from torch.distributed.checkpoint import state_dict as checkpoints
-from torch.optim import AdamW, lr_scheduler
+from torch.optim import lr_scheduler
 
 from zero8 import Adam8bitBlockwise
 
@@ -119,19 +119,6 @@ def test_unknown_keys_of_groups_survive_steps_saves_loads_and_copies():
     for one in (resumed, copy.deepcopy(resumed)):
         for groups in (one.param_groups, one.state_dict()["param_groups"]):
             assert (notes | {"stage": 2}).items() <= groups[0].items()
-
-
-@pytest.mark.parametrize("saved_named", [True, False], ids=["saved named", "saved unnamed"])
-@pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
-def test_state_dict_with_or_without_names_loads_into_either_and_goes_on(saved_named, named):
-    model, optimizer = trained(saved_named)
-    other = model_like(model)
-    resumed, adamw = (cls(params_of(other, named)) for cls in (Adam8bitBlockwise, AdamW))
-    resumed.load_state_dict(through_file(optimizer.state_dict()))
-    adamw.load_state_dict(AdamW(params_of(model, saved_named)).state_dict())
-    names = [one.param_groups[0].get("param_names") for one in (resumed, adamw)]
-    assert names[0] == names[1]
-    assert_go_on_alike(model, optimizer, other, resumed)
 
 
 @pytest.mark.parametrize("flat", [True, False], ids=["flat", "nested"])

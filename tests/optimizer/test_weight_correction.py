@@ -5,7 +5,6 @@ import copy
 
 import pytest
 import torch
-from small_optimizers import through_file
 from torch import nn
 
 from zero8 import (
@@ -46,10 +45,6 @@ WRITES = {
     "neg_": lambda p: p.neg_(),
     "one element": lambda p: p.view(-1)[::44].add_(1),  # or a few of each block: short ones have 44
 }
-
-
-def every_bfloat16():
-    return torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
 def joined(p, correction):
@@ -134,24 +129,6 @@ def test_corrected_weights_stay_within_rounding_of_float32_weights(codec):
     assert (got - wide).abs().max().item() <= 200 * (2.0**-16 + 2.0**-24) * largest
 
 
-def test_correction_is_saved_loaded_and_counted():
-    torch.manual_seed(0)
-    p = nn.Parameter(torch.randn(SHAPE).bfloat16())
-    optimizer = optimizer_of(p, weight_correction_bits=8)
-    train(optimizer, p, 3)
-    (row,) = optimizer.memory_report().rows
-    assert row.correction_bytes == p.numel()
-    other = nn.Parameter(p.detach().clone())
-    resumed = optimizer_of(other, weight_correction_bits=8)
-    resumed.load_state_dict(through_file(optimizer.state_dict()))
-    train(optimizer, p, 3, first=3)
-    train(resumed, other, 3, first=3)
-    assert torch.equal(p, other)
-    ours, theirs = (o.state[q]["param_correction"] for o, q in ((optimizer, p), (resumed, other)))
-    assert torch.equal(ours, theirs)
-    assert ours.data_ptr() != theirs.data_ptr()
-
-
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("name", MADE)
 def test_weights_that_a_script_writes_count_as_they_are(name, write):
@@ -198,19 +175,6 @@ def test_mask_after_every_step_leaves_the_corrections_of_other_weights(name):
         runs.append(joined(p.detach(), optimizer.state[p]["param_correction"]))
     assert torch.equal(*(run[MASK > 0] for run in runs))
     assert not torch.equal(*runs)
-
-
-def test_weights_that_are_swapped_out_and_back_keep_their_corrections():
-    runs = []
-    for is_swapped in (True, False):
-        optimizer, p = optimizer_made("adam")
-        train(optimizer, p, 3)
-        if is_swapped:
-            kept, p.data = p.data, torch.zeros(SHAPE).bfloat16()
-            p.data = kept.clone()
-        train(optimizer, p, 3, first=3)
-        runs.append(bits_of(optimizer, p))
-    assert torch.equal(*runs)
 
 
 def test_corrections_of_weights_and_states_that_are_loaded_again_count():

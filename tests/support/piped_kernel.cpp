@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel as a program, for processors that are emulated: standard input has what it is called
-// with, and standard output what has become of it.  piped_kernel.py is the other end.
+// The kernel as a program, for processors that are emulated and for the thread sanitizer: standard
+// input has what it is called with, and standard output what has become of it.  piped_kernel.py is
+// the other end.
 //
 //   piped_kernel step TARGET         a step
 //   piped_kernel operations TARGET   the operations of Vec that round
@@ -16,8 +17,10 @@
 #define ZERO8_TARGET scalar
 #include "vec_scalar.h"
 #undef ZERO8_TARGET
+#if defined(__aarch64__)
 #define ZERO8_TARGET vectors
 #include "vec_neon.h"
+#endif
 
 namespace {
 
@@ -81,6 +84,7 @@ void step(const zero8::Isa& isa) {
     locate(s.correction, memory);
     locate(s.weight_sums, memory);
     locate(s.copy, memory);
+    locate(s.row_scales, memory);
   }
   zero8::step(segments.data(), sizes[0], scalars.data(), maps[0], static_cast<int>(sizes[3]), isa);
   write(segments);
@@ -93,9 +97,13 @@ int main(int, char** arguments) {
   const char* const target = arguments[2];
   if (std::strcmp(arguments[1], "step") == 0) {
     step(isa_named(target));
-  } else if (std::strcmp(target, "neon") == 0) {
-    operations<zero8::vectors::Vec>();
-  } else {
-    operations<zero8::scalar::Vec>();
+    return 0;
   }
+#if defined(__aarch64__)
+  if (std::strcmp(target, "neon") == 0) {
+    operations<zero8::vectors::Vec>();
+    return 0;
+  }
+#endif
+  operations<zero8::scalar::Vec>();
 }

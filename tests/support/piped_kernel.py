@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU's kernel in a program for another processor (piped_kernel.cpp), which is emulated."""
+"""The CPU's kernel in a program (piped_kernel.cpp): emulated, or under the thread sanitizer."""
 
 import subprocess
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class PipedKernel:
         sent = b"".join(part.tobytes() for part in parts)
         command = [*self._command, task, self._target]
         done = subprocess.run(command, input=sent, capture_output=True, timeout=300)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0, done.stderr.decode()
         return np.frombuffer(bytearray(done.stdout), np.uint8)
 
     def operations(self, a: Tensor, b: Tensor, c: Tensor) -> dict[str, Tensor]:
@@ -43,10 +43,13 @@ class PipedKernel:
         """Take one step on every segment, in place; return the blocks left as they were."""
         records, scalars = kernel_steps.packed(segments)
         parts, size = [np.zeros(_ALIGNMENT_BYTES, np.uint8)], _ALIGNMENT_BYTES
-        arrays = []
+        arrays: dict[int, tuple[Tensor, int]] = {}
         for record, segment in zip(records, segments, strict=True):
             for name, tensor in buffers(segment).items():
                 part_of_record, field = place_of(record, segment, name)
+                if tensor.data_ptr() in arrays:  # of two records, which then share it
+                    part_of_record[field] = arrays[tensor.data_ptr()][1]
+                    continue
                 # As far from an aligned address as here.
                 begin = size + int(part_of_record[field]) % _ALIGNMENT_BYTES
                 end = -(-(begin + tensor.nbytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
@@ -54,13 +57,13 @@ class PipedKernel:
                 content = integers(tensor).flatten().view(torch.uint8).numpy()
                 part[begin - size :][: tensor.nbytes] = content
                 parts.append(part)
-                arrays.append((tensor, begin))
+                arrays[tensor.data_ptr()] = tensor, begin
                 part_of_record[field], size = begin, end
         sizes = np.array([len(records), len(scalars), size, num_threads])
         written = self._run("step", sizes, records, scalars, codec_maps(), *parts)
         counts = written[: records.nbytes].view(records.dtype)["nonfinite_blocks"].tolist()
         memory = torch.from_numpy(written[records.nbytes :])
-        for tensor, begin in arrays:
+        for tensor, begin in arrays.values():
             held = memory[begin : begin + tensor.nbytes].clone().view(tensor.dtype)
             tensor.copy_(held.view(tensor.shape))
         return counts
