@@ -152,7 +152,7 @@ arm-check: .venv/.dev
 	$(BUILD) & ours=$$!; $(BUILD_ADAMW) && wait $$ours
 	$(RUN) -m benchmarks.step --json $(ARM_OUT)/step.json
 	$(PYTEST) -m "not slow and not multinode and not integrations" $(TWO_FILES)
-	$(PYTEST) tests/kernel/test_vec.py tests/kernel/test_csrc.py -m slow
+	$(PYTEST) tests/kernel/test_codec_maps.py tests/kernel/test_csrc.py -m slow
 
 test-sanitizers: .venv/.test
 	$(PYTEST) tests/kernel/test_sanitized.py tests/kernel/test_thread_sanitizer.py -k sanitizer

@@ -35,8 +35,6 @@ NIGHTLY = (
     "kernel/test_csrc.py",
     "kernel/test_sanitized.py",
     "kernel/test_thread_sanitizer.py",
-    "kernel/test_vec.py",
-    "optimizer/test_recipes.py",
     "package/test_doc_blocks.py",
     "package/test_examples.py",
     "package/test_wheel.py",

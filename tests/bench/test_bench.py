@@ -43,13 +43,3 @@ def test_bench_without_deepspeed_says_so_and_times_the_others(two_rounds, capsys
     printed = capsys.readouterr().out
     assert "without DeepSpeedCPUAdam: ModuleNotFoundError" in printed
     assert "torch AdamW, fused, fp32" in printed
-
-
-def test_bench_steps_take_turns():
-    calls = []
-    contenders = [bench.Contender(name, "fp32", lambda n=name: calls.append(n), 8) for name in "ab"]
-    rows = bench.measure(contenders, numel=1, rounds=5)
-    assert [row["name"] for row in rows] == ["a", "b"]
-    pairs = zip(calls[::2], calls[1::2], strict=True)
-    assert all(sorted(pair) == ["a", "b"] for pair in pairs) and len(calls) == 2 * (3 + 5)
-    assert all(r["ns_per_param_p10"] <= r["ns_per_param"] <= r["ns_per_param_p90"] for r in rows)

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from benchmarks.step import __main__ as command
-from benchmarks.step import timing
 from benchmarks.step.contenders import ZERO8, Params, zero8_contenders
-from benchmarks.step.peers import CUDA_VARIANTS, VARIANTS
+from benchmarks.step.peers import VARIANTS
 from zero8.spec.algorithms import ELEMENTWISE
 
 NUMEL = 2**16
@@ -48,35 +47,6 @@ def test_run_has_a_row_for_every_step_and_a_copy_of_its_bytes(tmp_path, few_roun
         assert row["of_copy"] == pytest.approx(1) if row["name"] == "copy" else row["of_copy"] > 0
         assert (row["speed_over_deepspeed_fp32"] is None) == (row["algorithm"] == "sgd")
     assert "| zero8 adam fp32 `log` |" in table and "| deepspeed adam bf16 |" in table
-
-
-def test_run_on_a_gpu_has_the_hosts_time_and_more_kinds_of_parameters(
-    tmp_path, monkeypatch, few_rounds
-):
-    """The CPU stands for the GPU."""
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Made Up")
-    monkeypatch.setattr(command, "gpu_ns", lambda call: (timing.wall_ns(call), 5000))
-    monkeypatch.setattr(Params, "_tensor", on_the_cpu(Params._tensor))
-    out = tmp_path / "step.json"
-    words = ["--device", "cuda", "--algorithm", "adam", "--codec", "log", "--against", "torch"]
-    assert command.main(["--json", str(out), "--numel", str(NUMEL), *words]) == 0
-    rows = json.loads(out.read_text())["rows"]
-    assert {row["variant"] for row in rows if row["codec"]} == {v.name for v in CUDA_VARIANTS}
-    assert {row["host_us"] for row in rows} == {5.0}
-    assert "NVIDIA Made Up, CUDA " in out.with_suffix(".md").read_text()
-
-
-def on_the_cpu(real):
-    def tensor(self, *args):
-        self.device, device = "cpu", self.device
-        try:
-            return real(self, *args)
-        finally:
-            self.device = device
-
-    return tensor
 
 
 @pytest.mark.parametrize("algorithm", ELEMENTWISE, ids=lambda one: one.name)

@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from benchmarks.fidelity import __main__ as command
-from benchmarks.fidelity.errors import Errors, sqrt_bias
-from benchmarks.fidelity.losses import final_loss
 from benchmarks.fidelity.replay import States, replay
 from benchmarks.fidelity.schemes import CONTROL, FP32, PEERS, SCHEMES, usable
 from benchmarks.fidelity.table import SETTINGS
 from benchmarks.fidelity.text import TextTask
-from benchmarks.fidelity.training import Gradients, Setting, flat
+from benchmarks.fidelity.training import Setting
 from examples.gpt.model import GPTConfig
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -49,31 +47,6 @@ def test_update_of_states_in_float32_is_adams_u(scheme):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_errors_of_made_up_updates():
-    errors = Errors(1000)
-    update = torch.full((1000,), 1.125)
-    update[:2] = 5.0
-    for u in (torch.ones(1000), update):
-        errors.compare(u, torch.ones(1000))
-    squares = 998 * 0.125**2 + 2 * 4.0**2
-    assert errors.rms == pytest.approx((squares / 2000) ** 0.5)
-    assert errors.drift == pytest.approx((squares / 4000) ** 0.5)
-    assert sqrt_bias(torch.tensor([4.0, 0.0, 0.0]), torch.tensor([1.0, 1.0, 0.0])) == 2
-
-
-def test_gradients_are_the_models_and_zero_where_untrained():
-    models = TINY.make_model(0), TINY.make_model(0)
-    found = Gradients(TINY, models[0])
-    grads = dict(zip(found.matrices, found.next(3), strict=True))
-    models[1](*TINY.task.batch(0, 3)).backward()
-    models[1].blocks[0].mlp[0].weight.grad[:, ::16] = 0.0
-    torch.nn.utils.clip_grad_norm_(models[1].parameters(), 1.0)
-    expected = dict(models[1].named_parameters())
-    assert all(torch.equal(grad, expected[name].grad) for name, grad in grads.items())
-    assert found.untrained.numel() == 48 * 64 + 256 * 4
-    assert not flat(grads.values())[found.untrained].any()
-
-
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_replay_of_every_setting_has_small_errors_and_moves_nothing_without_a_gradient(setting):
     setting, _ = usable(tiny(setting))
@@ -89,23 +62,6 @@ def test_replay_of_every_setting_has_small_errors_and_moves_nothing_without_a_gr
         assert rows[CONTROL]["rms_update_error"] < 1e-6
         assert rows[CONTROL]["sqrt_v_bias"] == pytest.approx(1, abs=1e-6)
     json.dumps(list(rows.values()), allow_nan=False)
-
-
-def test_final_loss_depends_on_the_scheme_only():
-    names = (FP32, FP32, CONTROL, "log", "bf16 weights, dither")
-    fp32, again, control, log, bf16 = (final_loss(TINY, name, 1) for name in names)
-    assert fp32 == again
-    assert control == pytest.approx(fp32, rel=1e-5)
-    for loss in (log, bf16):
-        assert loss != control and loss == pytest.approx(fp32, rel=0.01)
-
-
-def test_scheme_that_cannot_run_here_is_left_out_with_the_reason(monkeypatch):
-    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
-    setting = replace(TINY, replayed=("log", "bitsandbytes"), trained=(FP32, "bitsandbytes"))
-    kept, (skipped,) = usable(setting)
-    assert (kept.replayed, kept.trained) == (("log",), (FP32,))
-    assert skipped["scheme"] == "bitsandbytes" and "ModuleNotFoundError" in skipped["reason"]
 
 
 def test_command_writes_a_row_per_setting_and_scheme(tmp_path, monkeypatch):

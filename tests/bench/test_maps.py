@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import low_bit
 from benchmarks.fidelity.text import TextTask
 from benchmarks.maps import __main__ as command
 from benchmarks.maps.coded import adam_update
@@ -34,19 +35,6 @@ def test_quantile_map_is_the_midpoints_of_numpys_quantiles(signed):
     edges = [np.quantile(x.double().numpy(), i / 257) for i in range(257)]
     expected = [(low + high) / 2 for low, high in zip(edges[:-1], edges[1:], strict=True)]
     assert quantile(x, signed).tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
-
-
-@pytest.mark.parametrize("grain", GRAINS)
-@pytest.mark.parametrize("name", NAMES)
-def test_code_decodes_near_the_moments_and_zeros_to_zero(name, grain):
-    code, (m, v) = code_of(name, grain), moments()
-    m, v = (x.reshape(-1, code.block_size or x.numel()) for x in (m, v))
-    decoded = code.decode(code.encode(m, v, 1))
-    for x, found in zip((m, v), decoded, strict=True):
-        # The outermost codes of the quantile map are midpoints.
-        assert ((found - x).abs().median() / x.abs().max()).item() < 0.02
-    zeros = torch.zeros_like(m), torch.zeros_like(v)
-    assert not any(found.any() for found in code.decode(code.encode(*zeros, 1)))
 
 
 def test_tally_of_a_code_has_the_errors_of_its_updates():
@@ -78,3 +66,12 @@ def test_command_writes_tables_and_figures_with_the_smallest_errors_of_log(tmp_p
         assert min(errors, key=errors.get) == ("log", "block")
     for name in ("first_moment", "update_error", "pairs_block", "pairs_tensor"):
         assert out.with_name(f"maps_{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_low_bit_command_writes_a_table_and_a_figure(tmp_path, monkeypatch):
+    """To nearest, weights lose every update; 120 of half a step are 60."""
+    out = tmp_path / "low_bit.json"
+    monkeypatch.setattr(sys, "argv", ["x", "--json", str(out)])
+    low_bit.main()
+    assert "| bfloat16 | nearest | 0.5 | 60 | -60 | 60 |" in out.with_suffix(".md").read_text()
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

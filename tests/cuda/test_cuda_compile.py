@@ -89,14 +89,6 @@ def test_cuda_ptx_has_ieee_arithmetic_only(compiled, architecture):
     assert_ieee_only(ptx)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_cuda_ptx_moves_16_bytes_at_once(compiled, architecture):
-    ptx, _ = compiled(architecture)
-    found = instructions(ptx)
-    for kind in ("ld", "st"):
-        assert [n for n in found if n.startswith(kind) and ".v4." in n and n.endswith("32")], kind
-
-
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """An empty cache of compiled kernels."""
@@ -130,23 +122,6 @@ def test_cuda_both_backends_compile_the_same_source_for_the_device(cache, backen
     (path,) = cache.glob(f"zero8_cuda/step_sm_90_*_{backend}_*.cubin")
     assert path.read_bytes() == code
     assert path.stat().st_mode & 0o777 == 0o644  # another user's processes load it
-
-
-def no_compiler(backend="auto"):
-    raise RuntimeError("there is no compiler")
-
-
-def test_cuda_code_of_the_cache_needs_no_compiler(cache, monkeypatch):
-    need_nvrtc()
-    compile_at_once(monkeypatch)
-    code = cuda_compile.machine_code(90, "nvrtc")
-    monkeypatch.setattr(cuda_compile, "compiler", no_compiler)
-    for backend in ("nvrtc", "auto"):
-        cuda_compile.machine_code.cache_clear()
-        assert cuda_compile.machine_code(90, backend) == code
-    for architecture, backend in ((90, "nvcc"), (80, "auto")):
-        with pytest.raises(RuntimeError, match="there is no compiler"):
-            cuda_compile.machine_code(architecture, backend)
 
 
 def test_cuda_code_of_the_cache_is_used_until_sources_change(cache, monkeypatch, tmp_path):
@@ -203,28 +178,3 @@ def test_cuda_unknown_backend_and_old_device_are_refused():
         cuda_compile.machine_code(90, "hip")
     with pytest.raises(ValueError, match="compute capability 7.5, expected at least 8.0"):
         cuda_compile.machine_code(75, "auto")
-
-
-def test_cuda_nvcc_is_found_in_cuda_home_on_path_and_where_pip_puts_it(monkeypatch, tmp_path):
-    def make(*folder):
-        path = tmp_path.joinpath(*folder, "nvcc")
-        path.parent.mkdir(parents=True)
-        path.write_text("#!/bin/sh\n")
-        path.chmod(0o755)
-        return str(path)
-
-    monkeypatch.delenv("CUDA_HOME", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    monkeypatch.setattr(cuda_compile.sysconfig, "get_path", lambda name: str(tmp_path / name))
-    monkeypatch.setattr(cuda_compile, "USUAL_FOLDER", str(tmp_path / "usual" / "bin"))
-    assert cuda_compile.nvcc() is None
-    usual = make("usual", "bin")
-    assert cuda_compile.nvcc() == usual
-    of_pip = make("purelib", "nvidia", "cu13", "bin")
-    assert cuda_compile.nvcc() == of_pip
-    on_path = make("bin")
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    assert cuda_compile.nvcc() == on_path
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
-    assert cuda_compile.nvcc() == on_path
-    assert make("home", "bin") == cuda_compile.nvcc()

@@ -23,6 +23,7 @@ from segments import (
     CODEC_NAMES,
     KINDS,
     Place,
+    as_end_of_whole,
     assert_same,
     assert_steps_inside,
     copied,
@@ -46,9 +47,6 @@ from zero8.spec.sgd import SGD
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 codec_names = pytest.mark.parametrize("codec", CODEC_NAMES, ids=lambda name: name or "fp32")
-
-# Memory that is not there until it is written to; the last flag is MAP_NORESERVE.
-ADDRESSES_ONLY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000
 
 # Teams of 8 and 16 threads (parts of a warp), of one warp, of 2, and of 16.
 BLOCK_SIZES = [64, 128, 256, 512, 4096]
@@ -166,17 +164,6 @@ def test_cuda_step_one_launch_over_all_kinds_does_not_depend_on_the_grid(host, g
         )
     ]
     assert_follows_cpu(host, segments, HYPERS["l2, maximize"], count=2, grid=grid)
-
-
-def test_cuda_step_segments_keep_their_own_scalars(host):
-    hypers = [hyper for hyper in HYPERS.values() if "algorithm" not in hyper]
-    segments = [make("log", places(256)[0], scalars_at(3, hyper)) for hyper in hypers]
-    for number, segment in enumerate(segments):
-        segment.grad.copy_(gradient(number % 2, segment.grad.numel(), number) + 1 / 64)
-    mine = [copied(segment) for segment in segments]
-    assert kernel_steps.step(segments) == host.step(mine)
-    for number, pair in enumerate(zip(mine, segments, strict=True)):
-        assert_same(*pair, f"segment {number}")
 
 
 @pytest.mark.parametrize("block_size", [64, 256, 1024])
@@ -318,24 +305,7 @@ def test_cuda_step_blocks_beyond_two_to_the_32_elements_are_stepped_like_any_oth
     end = Place((rows, 128), 128, (rows - 2) * 128, 256)
     near = make("log", end, scalars_at(1, ADAMW))
     near.grad.copy_(gradient(0, 256, seed=1))
-
-    def moved(x: torch.Tensor, size: int) -> torch.Tensor:
-        num_bytes = size * x[0].nbytes
-        far = torch.frombuffer(mmap.mmap(-1, num_bytes, ADDRESSES_ONLY), dtype=x.dtype)
-        far = far.view(size, *x.shape[1:])
-        far[-len(x) :] = x
-        return far
-
-    far = replace(
-        near,
-        first=0,
-        param=moved(near.param, rows * 128),
-        grad=moved(near.grad, rows * 128),
-        moments=[
-            Moment(moved(moment.values, rows * 128), moved(moment.scales, rows), moment.phase)
-            for moment in near.moments
-        ],
-    )
+    far = as_end_of_whole(near)
     launch = Launch.of(*kernel_steps.packed([far]))
     assert launch.num_blocks == rows
     # As if the list began so far before its first block that two are left.

@@ -145,17 +145,6 @@ def test_cuda_optimizer_check_finite_waits_for_the_gpu(gpu, caplog):
     assert "non-finite gradient or moment: c: 2 blocks" in caplog.text
 
 
-def test_cuda_optimizer_steps_of_one_parameter_are_added_up(gpu):
-    params, optimizer = made()
-    gpu.is_behind = True
-    for number in range(3):
-        step_with_nan(params, optimizer, number)
-    gpu.is_behind = False
-    set_grads(params, 3)
-    with pytest.raises(FloatingPointError, match=r"c \(6 blocks\)"):
-        optimizer.step()
-
-
 def test_cuda_optimizer_of_several_ranks_logs_instead_of_raising(gpu, monkeypatch, caplog):
     """GPUs of ranks are not equally far: one would raise, the others wait in a collective."""
     params, optimizer = made()
@@ -167,15 +156,6 @@ def test_cuda_optimizer_of_several_ranks_logs_instead_of_raising(gpu, monkeypatc
     monkeypatch.setattr(States, "_are_on_gpus", lambda self: False)
     with pytest.raises(FloatingPointError):
         step_with_nan(params, optimizer)
-
-
-@pytest.mark.parametrize(
-    ("devices", "expected"),
-    [(["cuda"], "cuda"), (["cpu", "cuda"], "cpu"), (["cuda", "cpu"], "cpu")],
-)
-def test_cuda_optimizer_check_finite_counts_where_the_ranks_can_reduce(devices, expected):
-    group = SimpleNamespace(_device_types=list(map(torch.device, devices)))
-    assert numbers.device_of(group) == expected
 
 
 # --- What is refused -----------------------------------------------------------------------------

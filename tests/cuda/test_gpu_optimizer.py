@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer over parameters on a GPU, against itself on the CPU."""
 
-import copy
-
 import pytest
 import torch
 from int8_weights import int8_param
-from test_cuda_optimizer import HYPER, assert_same, made, set_grads, states_of
+from test_cuda_optimizer import HYPER, made, set_grads, states_of
 from torch import nn
 
 import zero8
@@ -103,42 +101,3 @@ def test_gpu_optimizer_host_runs_ahead_of_the_gpu():
     optimizer.step()
     with pytest.raises(FloatingPointError, match="1 blocks met a non-finite gradient"):
         optimizer.check_finite()
-
-
-def test_gpu_optimizer_parameters_on_both_devices_step():
-    mine, theirs = on_gpu(), made()
-    mine[0][0].data = mine[0][0].data.cpu()
-    for number in range(3):
-        for params, optimizer in (mine, theirs):
-            like = [nn.Parameter(torch.empty(p.shape)) for p in params]
-            set_grads(like, number)
-            for p, q in zip(params, like, strict=True):
-                p.grad = q.grad.to(p.device)
-            optimizer.step()
-    assert_same_as_cpu(mine, theirs)
-
-
-def test_gpu_optimizer_checkpoint_resumes_on_the_cpu_and_back():
-    mine, theirs = on_gpu(), made()
-    for number in range(2):
-        set_gpu_grads(mine[0], number)
-        set_grads(theirs[0], number)
-        mine[1].step()
-        theirs[1].step()
-    params, optimizer = made()
-    for p, q in zip(params, mine[0], strict=True):
-        p.data.copy_(q)
-    optimizer.load_state_dict(copy.deepcopy(mine[1].state_dict()))
-    set_grads(params, 2)
-    set_grads(theirs[0], 2)
-    optimizer.step()
-    theirs[1].step()
-    assert_same((params, optimizer), theirs)
-    mine[1].load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for p, q in zip(mine[0], params, strict=True):
-        p.data.copy_(q)
-    set_gpu_grads(mine[0], 3)
-    set_grads(theirs[0], 3)
-    mine[1].step()
-    theirs[1].step()
-    assert_same_as_cpu(mine, theirs)

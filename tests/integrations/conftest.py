@@ -3,7 +3,8 @@
 
 from importlib.util import find_spec
 
-PACKAGES = ("transformers", "accelerate", "peft", "trl", "lightning", "torchtitan", "torchao")
+PACKAGES = "transformers accelerate peft trl bitsandbytes lightning torchtitan torchao".split()
+PACKAGES += "axolotl llamafactory swift verl megatron".split()
 MISSING = [name for name in PACKAGES if find_spec(name) is None]
 
 collect_ignore_glob = ["test_*.py"] if MISSING else []

@@ -5,15 +5,12 @@ Each script is made of what the page says that the reader has, of blocks, and of
 promises.
 """
 
-import importlib
 import json
 import re
 import shutil
-from importlib.util import find_spec
 
 import pytest
-from doc_blocks import reader, run_script, type_in
-from needs import need
+from doc_blocks import block_with, reader, run_script, type_in
 from places import ROOT, TESTS
 from ranks import build_ops, free_port
 
@@ -112,24 +109,88 @@ def test_page_on_adamw_is_what_happens(blocks, script, tmp_path):
         assert BYTES.sub("#", type_in(tmp_path, command)) == BYTES.sub("#", shown)
 
 
-# --- docs/integrations.md: Hugging Face -----------------------------------------------------------
+# --- docs/integrations.md -------------------------------------------------------------------------
+
+REPORT = "print({}.memory_report())"
+MATRICES = "8-bit: 1,441,792 elements"
+# Of each phrase's block what comes before it and after it, and what is printed.
+SCRIPTS = {
+    "bf16=True": (
+        [
+            BEGIN,
+            "class Trainer(Trainer):\n    def train(self):\n        super().train()\n"
+            "        print(self.model_wrapped.optimizer.optimizer.memory_report())",
+            "model = new_model()",
+        ],
+        [],
+        MATRICES,
+    ),
+    "accelerator.prepare": (
+        [
+            BEGIN,
+            "from accelerate import Accelerator",
+            "model, accelerator = new_model(), Accelerator(cpu=True)",
+        ],
+        [
+            "batch = data[0]['input_ids'][None]",
+            "accelerator.backward(model(input_ids=batch, labels=batch).loss)",
+            "optimizer.step()",
+            "accelerator.save_state('state')",
+            "accelerator.load_state('state')",
+            REPORT.format("optimizer.optimizer"),
+        ],
+        MATRICES,
+    ),
+    "hf.optimizer(args),": (
+        [
+            *(BEGIN, SFT, "from zero8.integrations import hf"),
+            "args = SFTConfig(output_dir='out', max_steps=2)",
+        ],
+        ["trainer.train()", "optimizer = trainer.optimizer.optimizer", ADAPTERS],
+        "",
+    ),
+    "get_peft_model": (
+        [BEGIN, SFT, "import zero8", "from peft import get_peft_model", "model = new_model()"],
+        [
+            "batch = torch.arange(16)[None]",
+            "model(input_ids=batch, labels=batch).loss.backward()",
+            "optimizer.step()",
+            ADAPTERS,
+        ],
+        "",
+    ),
+    "SFTConfig": (
+        [BEGIN, SFT],
+        [
+            "trainer.train()",
+            "optimizer = trainer.model_wrapped.optimizer.optimizer",
+            ADAPTERS,
+        ],
+        "",
+    ),
+    "Adam8bitContainer.Config": (
+        ["import torch"],
+        [
+            "model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))",
+            'optimizers = adam8bit(codec="dynamic").build(model_parts=[model])',
+            "model(torch.ones(8, 256)).square().mean().backward()",
+            "optimizers.step()",
+            "(optimizer,) = optimizers",
+            "assert optimizer.settings.codec.name == 'dynamic'",
+            "assert optimizer.param_groups[0]['betas'] == (0.9, 0.95)",
+            REPORT.format("optimizer"),
+        ],
+        "8-bit: 131,072 elements",
+    ),
+}
 
 
-@pytest.mark.shown("docs/integrations.md", "bf16=True")
-def test_trainer_block_with_a_deepspeed_config_trains(block, script):
-    printed = script(
-        BEGIN,
-        "import zero8",
-        "class Trainer(Trainer):\n"
-        "    def train(self):\n"
-        "        super().train()\n"
-        "        zero8.assert_active(self.model_wrapped)\n"
-        "        print(self.model_wrapped.optimizer.optimizer.memory_report())",
-        "model = new_model()",
-        block.text,
-        launched=True,
-    )
-    assert "8-bit: 1,441,792 elements" in printed
+@pytest.mark.parametrize("phrase", SCRIPTS)
+def test_block_of_the_page_runs_in_a_script(phrase, script):
+    before, after, expected = SCRIPTS[phrase]
+    block = block_with("docs/integrations.md", phrase)
+    launched = phrase in ("bf16=True", "SFTConfig")
+    assert expected in script(*before, block.text, *after, launched=launched)
 
 
 @pytest.mark.shown("docs/integrations.md", "hf.optimizer(args, fp32_params", "hf.Monitor")
@@ -161,56 +222,6 @@ def test_trainer_blocks_without_deepspeed_train(blocks, script, tmp_path):
     assert printed.endswith("AdamW {12}\n")
 
 
-@pytest.mark.shown("docs/integrations.md", "accelerator.prepare")
-def test_accelerate_block_steps(block, script):
-    printed = script(
-        BEGIN,
-        "from accelerate import Accelerator",
-        "model, accelerator = new_model(), Accelerator(cpu=True)",
-        block.text,
-        "batch = data[0]['input_ids'][None]",
-        "accelerator.backward(model(input_ids=batch, labels=batch).loss)",
-        "optimizer.step()",
-        "accelerator.save_state('state')",
-        "accelerator.load_state('state')",
-        "print(optimizer.optimizer.memory_report())",
-    )
-    assert "8-bit: 1,441,792 elements" in printed
-
-
-@pytest.mark.shown("docs/integrations.md", "get_peft_model", "hf.optimizer(args),")
-def test_peft_blocks_by_hand_and_with_sfttrainer_train_adapters(blocks, script):
-    by_hand, trainer = blocks
-    script(
-        *(BEGIN, SFT, "import zero8", "from peft import get_peft_model"),
-        "from zero8.integrations import hf",
-        "args = SFTConfig(output_dir='out', max_steps=2)",
-        trainer.text,
-        "trainer.train()",
-        "optimizer = trainer.optimizer.optimizer",
-        ADAPTERS,
-        "model = new_model()",
-        by_hand.text,
-        "batch = torch.arange(16)[None]",
-        "model(input_ids=batch, labels=batch).loss.backward()",
-        "optimizer.step()",
-        ADAPTERS,
-    )
-
-
-@pytest.mark.shown("docs/integrations.md", "SFTConfig")
-def test_sfttrainer_block_with_a_deepspeed_config_trains_adapters(block, script):
-    script(
-        *(BEGIN, SFT, block.text, "trainer.train()"),
-        "optimizer = trainer.model_wrapped.optimizer.optimizer",
-        ADAPTERS,
-        launched=True,
-    )
-
-
-# --- docs/integrations.md: others -----------------------------------------------------------------
-
-
 @pytest.mark.shown("docs/integrations.md", "trainer.save_checkpoint", "ModelParallelStrategy(")
 def test_lightning_blocks_train_alone_and_under_fsdp2(blocks, script, tmp_path):
     alone, sharded = blocks
@@ -225,32 +236,6 @@ def test_lightning_blocks_train_alone_and_under_fsdp2(blocks, script, tmp_path):
     assert "\n8 parameter " in printed
     assert "8-bit: 65,536 elements" in printed  # half of both matrices
     assert (tmp_path / "model.ckpt").is_file()
-
-
-@pytest.mark.shown("docs/integrations.md", "DeepSpeedStrategy(")
-def test_lightning_block_of_deepspeed_trains_on_a_standin_for_cuda(block, standing_ranks, tmp_path):
-    worker = importlib.import_module("lightning_worker")
-    for found in standing_ranks(2).run(worker.under_block, text=block.text, folder=tmp_path):
-        assert found == {"optimizer": "Adam8bitBlockwise", "stage": 2, "device": "cpu", "steps": 12}
-
-
-@pytest.mark.shown("docs/integrations.md", "Adam8bitContainer.Config")
-def test_torchtitan_block_builds_an_optimizer_that_steps(block, script):
-    need(None if find_spec("torchtitan") else "no torchtitan: make test-integrations installs it")
-    printed = script(
-        "import torch",
-        block.text,
-        "model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))",
-        'optimizers = adam8bit(codec="dynamic").build(model_parts=[model])',
-        "model(torch.ones(8, 256)).square().mean().backward()",
-        "optimizers.step()",
-        "(optimizer,) = optimizers",
-        "print(type(optimizer).__name__, optimizer.settings.codec.name)",
-        "print(optimizer.param_groups[0]['betas'])",
-        "print(optimizer.memory_report())",
-    )
-    assert printed.startswith("Adam8bitBlockwise dynamic\n(0.9, 0.95)\n")
-    assert "8-bit: 131,072 elements" in printed
 
 
 @pytest.mark.shown("docs/integrations.md", "monitor(engine")
@@ -290,14 +275,8 @@ for _ in range(5):
 """
 
 
-@pytest.fixture
-def torchao():
-    """What needs torchao."""
-    need(None if find_spec("torchao") else "no torchao: make test-integrations installs it")
-
-
 @pytest.mark.shown("docs/low-bit-training.md", "quantize_(model, int8_weight_only", "1.015625")
-def test_int8_weights_block_prints_what_the_page_shows(blocks, script, torchao):
+def test_int8_weights_block_prints_what_the_page_shows(blocks, script):
     code, shown = blocks
     assert script(code.text) == shown.text
 
@@ -308,7 +287,7 @@ def test_int8_weights_block_prints_what_the_page_shows(blocks, script, torchao):
     "Float8LinearConfig(",
     "add_safe_globals",
 )
-def test_low_bit_blocks_step_and_are_saved_and_loaded(blocks, script, torchao):
+def test_low_bit_blocks_step_and_are_saved_and_loaded(blocks, script):
     """The block that loads goes back to where it has saved."""
     *kinds, load = blocks
     save, load = load.text.split("\n\n", 2)[1:]
@@ -320,9 +299,7 @@ def test_low_bit_blocks_step_and_are_saved_and_loaded(blocks, script, torchao):
 
 
 @pytest.mark.shown("docs/low-bit-training.md", "quantize_(model, bitnet", "def tensors(model)")
-def test_bitnet_block_trains_on_two_ranks_and_is_saved_and_loaded(
-    blocks, tmp_path, script, torchao
-):
+def test_bitnet_block_trains_on_two_ranks_and_is_saved_and_loaded(blocks, tmp_path, script):
     """Other weights, before the load, are those of the checkpoint after it."""
     train, checkpoint = blocks
     saving, loading = checkpoint.text.rsplit("\n\n", 1)

@@ -49,18 +49,6 @@ def test_factory_makes_our_optimizer_with_the_names_and_groups_of_trainer(tmp_pa
     assert (group["eps"], group["weight_decay"]) == (hf_models.EPS, hf_models.WEIGHT_DECAY)
 
 
-def test_factory_keeps_in_float32_what_fp32_params_names(tmp_path):
-    rows = {
-        row.name: row
-        for row in inner(trained(tmp_path, settings={"fp32_params": ["*embed*"]}))
-        .memory_report()
-        .rows
-    }
-    assert rows["model.embed_tokens.weight"].bits == 32
-    assert "fp32_params" in rows["model.embed_tokens.weight"].reason
-    assert rows["lm_head.weight"].bits == 8
-
-
 KINDS = {
     "adam": {},
     "lion": {"kind": "lion"},

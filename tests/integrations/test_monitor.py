@@ -7,9 +7,7 @@ import hf_models
 import pytest
 import torch
 from small_optimizers import param
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Trainer
-from transformers.integrations import TensorBoardCallback
 
 import zero8
 from zero8.integrations import deepspeed, hf
@@ -38,11 +36,7 @@ def ours(log: dict) -> dict:
 def found(tmp_path_factory):
     """Return a Trainer that has been monitored, what its own `log` got, and its folder."""
     folder, seen = tmp_path_factory.mktemp("trainer"), []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TENSORBOARD_LOGGING_DIR", str(folder / "events"))
-        made = trainer(folder)
-        # Where Trainer puts it for "tensorboard" in `report_to`, which is empty in hf_models.
-        made.callback_handler.callbacks.insert(1, TensorBoardCallback())
+    made = trainer(folder)
 
     def log(logs, start_time=None):
         seen.append(dict(logs))
@@ -64,17 +58,6 @@ def test_trainer_logs_the_health_at_every_nth_step_and_the_loss_as_before(found)
     last, now = reports[-1][1], health(made.optimizer.optimizer)
     assert last.pop("zero8/step_ms") > 0
     assert last == now
-
-
-def test_trainer_writes_the_health_to_tensorboard(found):
-    made, _, folder = found
-    events = EventAccumulator(str(folder / "events")).Reload()
-    assert {tag for tag in events.Tags()["scalars"] if "zero8" in tag} == {
-        f"train/{name}" for name in NAMES
-    }
-    scalars = events.Scalars("train/zero8/share_8bit")
-    expected = health(made.optimizer.optimizer)["zero8/share_8bit"]
-    assert [(e.step, e.value) for e in scalars] == [(s, pytest.approx(expected)) for s in (2, 4, 6)]
 
 
 def test_trainer_whose_log_gathers_metrics_is_not_asked_for_them_by_the_health(found):

@@ -5,15 +5,13 @@ See docs/low-bit-training.md.
 """
 
 import importlib
-from importlib.util import find_spec
 
 import pytest
 import torch
-from needs import need
 from ranks import ranks_of_sizes
 from torch import nn
 
-from zero8 import Adam8bitBlockwise, Muon8bitBlockwise, SGD8bitBlockwise
+from zero8 import Muon8bitBlockwise
 from zero8.optimizer.check import check_replaceable
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(300)]
@@ -36,7 +34,6 @@ def standing_ranks(tmp_path_factory):
 @pytest.fixture(scope="module")
 def worker():
     """The module that makes converted models; it imports torchao."""
-    need(None if find_spec("torchao") else "no torchao: make test-integrations installs it")
     return importlib.import_module("torchao_worker")
 
 
@@ -101,24 +98,6 @@ def test_step_in_the_backward_has_the_bits_of_one_after_it(kind, worker):
     assert worker.differing(*found) == []
 
 
-def test_sgd_trains_int8_weights(worker):
-    model = worker.new_model("int8")
-    optimizer = worker.optimizer_of(model, SGD8bitBlockwise, lr=0.5, momentum=0.9)
-    losses = worker.train(model, optimizer, 6)
-    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.98 * losses[0]
-
-
-@pytest.mark.parametrize("rounding", ["dither", "hash"])
-def test_int8_step_has_the_same_bits_with_one_thread_and_with_two(
-    rounding, worker, one_torch_thread
-):
-    found = []
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        found.append(worker.stepped_alone("int8", torch.float32, stochastic_rounding=rounding))
-    assert worker.differing(*found) == []
-
-
 @of_each_dtype
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_int8_step_with_an_lr_of_zero_leaves_codes_and_scales(steps_before, dtype, worker):
@@ -178,11 +157,6 @@ def test_fsdp2_training_lowers_the_loss_and_resumes_with_the_same_bits(
         assert worker.differing(alone, before[0][1]) == []
 
 
-def test_fsdp2_leaves_int8_weights_as_they_are_when_states_are_made(worker, standing_ranks):
-    for before, after in standing_ranks(2).run(worker.made_states, kind="int8"):
-        assert worker.differing(after, before) == []
-
-
 # --- What is refused ------------------------------------------------------------------------------
 
 
@@ -199,17 +173,6 @@ def test_engine_of_deepspeed_trains_layers_of_torchao_that_keep_plain_tensors(
 ):
     for losses in standing_ranks(2).run(worker.train_in_engine, kind=kind):
         assert losses == sorted(losses, reverse=True) and losses[-1] < 0.98 * losses[0]
-
-
-def test_int8_weights_are_refused_with_what_they_cannot_have(worker):
-    model = worker.new_model("int8")
-    with pytest.raises(ValueError, match="got INT8 weights, expected floating-point weights"):
-        Muon8bitBlockwise([{"params": [model[0].weight], "use_muon": True}])
-    with pytest.raises(ValueError, match="and weight_correction_bits=8, which adds bits"):
-        Adam8bitBlockwise(model.parameters(), weight_correction_bits=8)
-    half = worker.new_model("int8", torch.float16)
-    with pytest.raises(ValueError, match=r"with scales of dtype torch\.float16, expected one of"):
-        Adam8bitBlockwise(half.parameters())
 
 
 def test_int8_weights_in_columns_are_refused(worker, standing_ranks):

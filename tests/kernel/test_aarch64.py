@@ -29,12 +29,11 @@ from segments import (
     scalars_at,
     tensors,
 )
-from test_csrc import COMPILER, CSRC, TARGETS, WARNINGS, compile_all, output_of
+from test_csrc import COMPILER, CSRC, QUICK, TARGETS, WARNINGS, compile_all, output_of
 from test_int8_kernel import DTYPES as ROWS
 from test_kernel import BF16, DTYPES, FP32, HYPERS, PLACES, steps
 from test_param_copy import FP16, with_copy
 from test_random_steps import STEPS, hyper_of, prepare, segment_of
-from test_vec import FLAGS, compared, differing, operations_of, vectors_of
 from torch import Tensor
 
 from zero8.op import build, kernel
@@ -71,7 +70,7 @@ def command(tmp_path_factory):
     optimized = [CSRC / f"{name}.cpp" for name in (*REST, "step_neon")]
     made = compile_all(optimized, [*build.flags(), *WARNINGS], folder, CROSS_COMPILER)
     quick = [SUPPORT / "piped_kernel.cpp", CSRC / "step_baseline.cpp"]
-    made += compile_all(quick, [*FLAGS, *WARNINGS], folder, CROSS_COMPILER)
+    made += compile_all(quick, [*QUICK, *WARNINGS], folder, CROSS_COMPILER)
     output_of([*CROSS_COMPILER, *THREADS, "-static", *made, "-o", folder / "program"])
     return [AARCH64_EMULATOR, str(folder / "program")]
 
@@ -84,17 +83,6 @@ def arm(command, request):
 @pytest.fixture(scope="module")
 def neon(command):
     return PipedKernel(command, "neon")
-
-
-def test_aarch64_vec_operations_of_neon_equal_the_definition(tmp_path):
-    need_aarch64()
-    sources = [SUPPORT / "vec_operations.cpp", SUPPORT / "vec_operations_main.cpp"]
-    program = tmp_path / "vec_operations"
-    options = [*FLAGS, *WARNINGS, *vectors_of("neon"), "-static"]
-    output_of([*CROSS_COMPILER, *options, *sources, "-o", program])
-    results = compared(output_of([AARCH64_EMULATOR, program]))
-    assert differing(results) == {}
-    assert set(results) == operations_of("neon")
 
 
 # --- Operations ----------------------------------------------------------------------------------
@@ -260,7 +248,7 @@ def cautious(tmp_path_factory):
     sources = [csrc / f"{name}.cpp" for name in (*REST, "step_neon", "step_baseline")]
     sources.append(SUPPORT / "piped_kernel.cpp")
     compiler = [AARCH64_COMPILER, "-std=c++17", f"-I{csrc}"]
-    objects = compile_all(sources, [*FLAGS, *WARNINGS], folder, compiler)
+    objects = compile_all(sources, [*QUICK, *WARNINGS], folder, compiler)
     output_of([*compiler, *THREADS, "-static", *objects, "-o", folder / "piped_kernel"])
     return PipedKernel([AARCH64_EMULATOR, str(folder / "piped_kernel")], "neon")
 

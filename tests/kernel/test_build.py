@@ -290,19 +290,6 @@ def test_lock_that_the_file_system_refuses_is_an_error_that_names_it_and_the_way
 # --- DeepSpeed -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("cxx", "expected"), [(None, True), (NO_COMPILER, False), ("built", True)])
-def test_is_compatible_if_the_op_is_built_or_there_is_a_compiler(
-    monkeypatch, tmp_path, whole, cxx, expected
-):
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(whole if cxx == "built" else tmp_path))
-    if cxx is not None:
-        monkeypatch.setenv("CXX", cxx)
-    builder = Zero8AdamBuilder()
-    assert builder.is_compatible() is expected
-    assert (builder.error_log is None) is expected
-
-
 def test_op_builder_loads_the_op_that_plain_pytorch_steps_with(monkeypatch):
     module = kernel.module()
     monkeypatch.setenv("CXX", NO_COMPILER)

@@ -2,12 +2,14 @@
 """The kernels' estimate of the nearest entry of a dynamic map, where it could be wrong."""
 
 import ctypes
+import re
 
 import kernel_steps
 import pytest
 import torch
+from places import SUPPORT
 from segments import Place, assert_same, copied, make, moment_of, scalars_at
-from test_vec import compiled
+from test_csrc import COMPILER, CSRC, output_of
 
 from zero8.op import build, kernel
 from zero8.op.codec_maps import codec_maps
@@ -74,8 +76,18 @@ def test_dynamic_codes_equal_the_exact_nearest_entry(values):
 def count_wrong(tmp_path_factory):
     """How many floats with patterns from a range the fastest encoders give another code."""
     target = list(kernel.isas())[-1]
-    folder = tmp_path_factory.mktemp("nearest")
-    library = compiled(target, folder, source="nearest_entries.cpp", flags=build.flags())
+    text, path = (
+        (CSRC / f"step_{target}.cpp").read_text(),
+        tmp_path_factory.mktemp("nearest") / "so",
+    )
+    chosen = re.search(r'GCC target\("([^"]*)"\)', text)
+    command = [*COMPILER, *build.flags(), *(f"-m{name}" for name in chosen[1].split(","))]
+    command += [f"-D{name}" for name in re.findall(r"^#define (\w+)$", text, re.MULTILINE)]
+    header = re.search(r'#include "(vec_\w+\.h)"', text)[1]
+    command += [f"-DTARGET={target}", f'-DHEADER="{header}"', "-shared", "-fvisibility=default"]
+    path = tmp_path_factory.mktemp("nearest") / "nearest.so"
+    output_of([*command, SUPPORT / "nearest_entries.cpp", "-o", path])
+    library = ctypes.CDLL(str(path))
     library.count_wrong.restype = ctypes.c_int64
 
     def count(maps, begin, end):

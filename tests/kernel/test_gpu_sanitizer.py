@@ -4,14 +4,10 @@
 import os
 import shutil
 import sys
-from itertools import product
 
 import pytest
 import torch
 from processes import run
-
-from zero8 import Adam8bitBlockwise
-from zero8.spec.codec import CODECS
 
 # Runs in a process of its own, in memory of which each tensor has an allocation to itself.
 SMALL_CASE = """\
@@ -63,17 +59,3 @@ def test_gpu_step_under_compute_sanitizer_has_no_errors(tool):
         pytest.skip(f"compute-sanitizer: {refusals[0]}")
     assert done.returncode == 0, output
     assert any("SUMMARY" in line for line in lines), output
-
-
-def test_small_case_of_the_sanitizer_is_a_program(monkeypatch):
-    """Everything but the device, for which the CPU stands."""
-    made, real = [], Adam8bitBlockwise.__init__
-
-    def init(self, *args, **settings):
-        made.append((settings["block_size"], settings["codec"]))
-        real(self, *args, **settings)
-
-    monkeypatch.setattr(Adam8bitBlockwise, "__init__", init)
-    exec(SMALL_CASE.replace('"cuda"', '"cpu"'), {})
-    cases = product((256, 512, 4096), CODECS, range(3))
-    assert made == [(size, codec) for size, codec, _ in cases]

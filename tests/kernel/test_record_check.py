@@ -62,40 +62,6 @@ def step_on_the_cpu(records, scalars):
 RUNS = {"cpu": step_on_the_cpu, "cuda": Launch.of}
 
 
-@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-@pytest.mark.parametrize(("field", "value"), [(f, v) for f, vs in BAD.items() for v in vs])
-def test_record_with_a_bad_field_is_refused_by_its_name_and_changes_nothing(run, field, value):
-    good, bad = segment(), segment()
-    before = [copied(one) for one in (good, bad)]
-    records, scalars = kernel_steps.packed([good, bad])
-    if field in ("param", "grad") and value:
-        value += records[field][1]  # an address that is no multiple of the element's size
-    records[field][1] = value
-    with pytest.raises(ValueError, match=f"^zero8: segment 1: {field}: got"):
-        run(records, scalars)
-    for one, was in zip((good, bad), before, strict=True):
-        assert_same(one, was, "unchanged")
-
-
-@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-@pytest.mark.parametrize(
-    ("place", "field", "value"), [(*at, v) for at, vs in BAD_OF_MOMENTS.items() for v in vs]
-)
-def test_record_with_a_bad_field_of_a_moment_is_refused_by_its_name(run, place, field, value):
-    good, bad = segment(), segment()
-    before = [copied(one) for one in (good, bad)]
-    records, scalars = kernel_steps.packed([good, bad])
-    if field == "scales" and value:
-        value += records["moments"][field][1, place]
-    records["moments"][field][1, place] = value
-    named = {"num_scales": "scales"}.get(field, field)
-    expected = rf"^zero8: segment 1: moments\[{place}\].{named}: got"
-    with pytest.raises(ValueError, match=expected):
-        run(records, scalars)
-    for one, was in zip((good, bad), before, strict=True):
-        assert_same(one, was, "unchanged")
-
-
 def test_record_of_a_codec_that_is_not_served_is_refused_with_those_that_are():
     records, scalars = kernel_steps.packed([segment()])
     records["moments"]["codec"] = 2
@@ -113,16 +79,16 @@ def test_record_of_a_bfloat16_parameter_with_a_float16_gradient_is_refused(run):
         run(records, scalars)
 
 
-def int8_record():
-    """Return the record of whole rows of INT8 weights, and its scalars."""
-    scalars = scalars_at(1, ADAMW)
-    made = make("log", Place((9, 300), 256, 300, 600), scalars, torch.int8)
+def int8_segment():
+    """Whole rows of INT8 weights."""
+    made = make("log", Place((9, 300), 256, 300, 600), scalars_at(1, ADAMW), torch.int8)
     made.grad.fill_(0.5)
-    return made, *kernel_steps.packed([made])
+    return made
 
 
 def test_record_of_int8_weights_is_refused_by_a_kernel_that_does_not_take_them():
-    _, *packed = int8_record()
+    packed = kernel_steps.packed([made := int8_segment()])
+    assert made.row_scales is not None
     with pytest.raises(ValueError, match=r"param_dtype: got 3, expected 0 \(float32\) or 1 \(bf"):
         Launch.of(*packed)
 
@@ -136,22 +102,35 @@ BAD_OF_INT8 = {
     "row_length": [600],
     "copy": [2],
 }
+ROWS = [
+    *((run, "float", (f,), v) for run in RUNS for f, vs in BAD.items() for v in vs),
+    *((run, "float", at, v) for run in RUNS for at, vs in BAD_OF_MOMENTS.items() for v in vs),
+    *(("cpu", "int8", (f,), v) for f, vs in BAD_OF_INT8.items() for v in vs),
+]
 
 
-@pytest.mark.parametrize(("field", "value"), [(f, v) for f, vs in BAD_OF_INT8.items() for v in vs])
-def test_record_of_int8_weights_with_a_bad_field_is_refused_by_its_name(field, value):
-    made, records, scalars = int8_record()
-    before = copied(made)
-    if field == "own_row_length":  # which divides the length of rows
+@pytest.mark.parametrize(("run", "kind", "place", "value"), ROWS, ids=str)
+def test_record_with_a_bad_field_is_refused_by_its_name_and_changes_nothing(
+    run, kind, place, value
+):
+    made = [segment(), segment()] if kind == "float" else [int8_segment()]
+    before = [copied(one) for one in made]
+    records, scalars = kernel_steps.packed(made)
+    *moment, field = place
+    numbers = records["moments"][field][-1:, moment[0]] if moment else records[field][-1:]
+    if kind == "int8" and field == "own_row_length":  # which divides the length of rows
         records["row_length"] = 2**32
     if field == "copy":
         records["copy_dtype"] = BF16
-    if field == "row_scales" and value:
-        value += records[field][0]
-    records[field] = value
-    with pytest.raises(ValueError, match=f"^zero8: segment 0: {field}: got"):
-        step_on_the_cpu(records, scalars)
-    assert_same(made, before, "unchanged")
+    if field in ("param", "grad", "scales", "row_scales") and value:
+        value += int(numbers[0])  # an address that is no multiple of the element's size
+    numbers[0] = value
+    name = {"num_scales": "scales"}.get(field, field)
+    name = rf"moments\[{moment[0]}\].{name}" if moment else name
+    with pytest.raises(ValueError, match=f"^zero8: segment {len(made) - 1}: {name}: got"):
+        RUNS[run](records, scalars)
+    for one, was in zip(made, before, strict=True):
+        assert_same(one, was, "unchanged")
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)

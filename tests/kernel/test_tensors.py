@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Addresses and kinds of many tensors at once, through DLPack."""
 
-import ctypes
 import re
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import zero8
-from zero8.op import kernel
 from zero8.op.kernel import addresses_if_same, described
-from zero8.op.structs import MAX_HASHED, TENSOR, WITHOUT_MEMORY
+from zero8.op.structs import MAX_HASHED, WITHOUT_MEMORY
 
 API = "__dlpack_c_exchange_api__"
 KINDS = {
@@ -43,28 +40,6 @@ def test_described_tensor_is_what_torch_says_of_it(name):
     assert kind != WITHOUT_MEMORY
 
 
-def test_described_kinds_are_equal_for_equal_dtypes():
-    tensors = list(KINDS.values())
-    kinds = described(tensors)["kind"]
-    for i, one in enumerate(tensors):
-        for j, other in enumerate(tensors):
-            assert (kinds[i] == kinds[j]) == (one.dtype == other.dtype)
-
-
-def test_described_sparse_tensor_is_without_memory_and_others_are_not_affected():
-    dense = torch.ones(3)
-    records = described([dense, torch.eye(3).to_sparse(), dense])
-    assert records["kind"].tolist()[1] == WITHOUT_MEMORY and not records["contiguous"][1]
-    assert records["data"][0] == records["data"][2] == dense.data_ptr()
-
-
-def test_described_numbers_among_tensors_are_zeros():
-    tensor = torch.ones(3)
-    records = described([17, tensor, 0.5, True])
-    assert [record.tolist() for record in records[[0, 2, 3]]] == [(0, 0, 0, 1, 0)] * 3
-    assert records["data"][1] == tensor.data_ptr()
-
-
 DESCRIPTION = torch.arange(8)
 
 
@@ -85,10 +60,6 @@ def test_described_contents_tell_small_descriptions_apart_and_nothing_else():
     assert not described(others)["contents"].any()
     longest = torch.ones(MAX_HASHED, dtype=torch.int64)
     assert described([longest])["contents"].all()
-
-
-def test_described_of_nothing_is_empty():
-    assert len(described([])) == 0
 
 
 CHANGES = {
@@ -113,41 +84,12 @@ def test_addresses_of_objects_that_have_changed_are_none(change):
     assert addresses_if_same(objects, before, 2) is None
 
 
-def test_addresses_of_a_tensor_of_no_elements_may_be_none_at_all():
-    objects = [torch.empty(0), torch.ones(2)]
-    found = addresses_if_same(objects, described(objects), 2)
-    assert found.tolist() == [0, objects[1].data_ptr()]
-
-
-def unknown_api():
-    """Return an interface of a later major version, which may have other fields."""
-    table = (ctypes.c_uint64 * 8)(2)  # major version 2, and null in place of all functions
-    capsule = ctypes.pythonapi.PyCapsule_New
-    capsule.restype, capsule.argtypes = (
-        ctypes.py_object,
-        [ctypes.c_void_p, ctypes.c_char_p] + [ctypes.c_void_p],
-    )
-    return table, capsule(ctypes.addressof(table), b"dlpack_exchange_api", None)
-
-
-@pytest.mark.parametrize("is_there", [True, False], ids=["unknown", "missing"])
-def test_step_with_an_unknown_interface_of_torch_raises_and_names_its_version(
-    is_there, monkeypatch
-):
+def test_step_without_the_interface_of_torch_raises_and_names_its_version(monkeypatch):
     p = torch.nn.Parameter(torch.ones(64, 70))
     optimizer = zero8.Adam8bitBlockwise([p], lr=1e-2)
     p.grad = torch.ones_like(p)
-    table, later = unknown_api()
-    if is_there:
-        monkeypatch.setattr(Tensor, API, later)
-    else:
-        monkeypatch.delattr(Tensor, API)
+    monkeypatch.delattr(Tensor, API)
     version = re.escape(torch.__version__)
     with pytest.raises(RuntimeError, match=f"^got torch {version}, .*expected one from 2.11 to be"):
         optimizer.step()
-    assert table[0] == 2 and (p == 1).all()
-
-
-def test_describe_with_too_few_records_raises():
-    with pytest.raises(ValueError, match="another number of records than of objects"):
-        kernel.module().describe(getattr(Tensor, API), Tensor, [torch.ones(1)], np.empty(0, TENSOR))
+    assert (p == 1).all()

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many threads a step takes, from what torch, launchers and binding say."""
 
-import copy
 import os
-import pickle
 import threading
 
 import pytest
@@ -83,18 +81,6 @@ def test_steps_of_one_optimizer_in_two_threads_all_count():
     assert not errors and optimizer.state[p]["step"] == 201
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_optimizer_that_is_copied_has_a_lock_of_its_own(duplicate):
-    p = torch.nn.Parameter(torch.ones(64, 64))
-    optimizer = zero8.Adam8bitBlockwise([p])
-    other = duplicate(optimizer)
-    with optimizer._lock:
-        done = threading.Thread(target=other.step)
-        done.start()
-        done.join(timeout=60)
-        assert not done.is_alive()
-
-
 STEP_IN_A_FORK = """
 import os, sys, torch, zero8
 
@@ -127,7 +113,3 @@ def test_step_in_a_fork_of_a_process_that_has_stepped_takes_one_thread_and_the_s
     child, parent = (torch.load(path)["state"][0] for path in paths)
     assert child.keys() == parent.keys()
     assert all(torch.equal(torch.as_tensor(child[k]), torch.as_tensor(parent[k])) for k in child)
-
-
-def test_threads_of_a_process_that_was_not_forked_are_as_many_as_asked_for():
-    assert [threads.alive(number) for number in (1, 2, 64)] == [1, 2, 64]

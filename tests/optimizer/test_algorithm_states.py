@@ -18,7 +18,6 @@ import zero8
 from zero8 import Adam8bitBlockwise, AdEMAMix8bitBlockwise, Lion8bitBlockwise, SGD8bitBlockwise
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
-FP32 = torch.float32
 ADAM, LION, SGD, MIX = Adam8bitBlockwise, Lion8bitBlockwise, SGD8bitBlockwise, AdEMAMix8bitBlockwise
 every = pytest.mark.parametrize("made", OPTIONS, ids=lambda one: one.algorithm.name)
 one_moment = pytest.mark.parametrize("made", [LION, SGD], ids=lambda one: one.algorithm.name)
@@ -116,16 +115,3 @@ def test_states_of_other_algorithms_are_refused(ours, make, theirs, message):
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(make(theirs))
     assert_same(optimizer.state_dict()["state"], before["state"])
-
-
-@every
-def test_algorithm_is_refused_by_other_optimizers_and_exported_for_them(made):
-    state_dict, name = states_of(made), made.__name__
-    with pytest.raises(ValueError, match=f"states of zero8's {name}, which AdamW"):
-        torch.optim.AdamW([param(20, 300)]).load_state_dict(state_dict)
-    p = param(20, 300)
-    optimizer = made([p], **OPTIONS[made])
-    run(optimizer, [p], 1)
-    exported = zero8.export(optimizer)["state"][0]
-    assert sorted(exported) == sorted([*made.algorithm.moment_names, "step"])
-    assert exported[entry_of(made)].dtype == FP32

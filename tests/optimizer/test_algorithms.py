@@ -303,29 +303,8 @@ def moment_of(optimizer, p) -> torch.Tensor:
 
 long_lived = pytest.mark.parametrize(
     ("made", "beta"),
-    [(SGD, 0.9), (SGD, 0.99), (SGD, 0.999), (ADAM, 0.98), (ADAM, 0.99), (MIX, 0.99)],
+    [(SGD, 0.9), (SGD, 0.99), (ADAM, 0.98), (MIX, 0.99)],
 )
-
-
-@long_lived
-def test_long_lived_moment_of_a_constant_gradient_comes_up_to_it(made, beta):
-    """Nearest codes would stop where a step moves the average by less than half a code.
-
-    Rounding is unbiased, so the mean error of N elements of one expectation is a martingale, to
-    which the step that lies t back adds at most beta^t c/N for each element, c being a cell.  By
-    Azuma's inequality it exceeds c sqrt(2 ln(2/P) / (N (1 - beta^2))) with probability P, here
-    10^-9.  Cells at 0.1 of the largest element, y = 2.475, have 2/32 of the scale.
-    """
-    optimizer, p = averaging(made, beta, torch.zeros(64, 256))
-    p.grad = torch.full((64, 256), 0.1)
-    p.grad[:, 0] = 1.0
-    steps, numel = round(3 / (1 - beta)), 64 * 255
-    for _ in range(steps):
-        optimizer.step()
-    bound = 2 / 32 / 14.75 * (2 * 21.4 / (numel * (1 - beta**2))) ** 0.5
-    assert bound < 0.015
-    mean = float(moment_of(optimizer, p)[:, 1:].double().mean())
-    assert abs(mean - 0.1 * (1 - beta**steps)) < bound
 
 
 @long_lived

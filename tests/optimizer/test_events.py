@@ -249,6 +249,7 @@ def test_steps_after_an_event_are_those_of_an_optimizer_to_which_nothing_happene
     first, second, *rest = gradients(kind)
     plain, run = Run.of(kind), Run.of(kind)
     for one in (plain, run):
+        one.optimizer.param_groups[0]["note"] = ["of another program", {}]
         one.step(first)
         one.step(second)
     goes_on(plain, rest)
@@ -256,6 +257,7 @@ def test_steps_after_an_event_are_those_of_an_optimizer_to_which_nothing_happene
     assert_same(run.values(), plain.values())
     # Moments that are moved count as assigned ones, of which the bound on updates is unknown.
     forgotten = {"history"} if "states" in event else set()
+    assert run.optimizer.param_groups[0]["note"] == ["of another program", {}]
     states = [list(one.optimizer.state_dict()["state"].values()) for one in (run, plain)]
     kept = [[{k: s[k] for k in s.keys() - forgotten} for s in of_run] for of_run in states]
     assert_same(*kept)

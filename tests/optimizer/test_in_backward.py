@@ -2,7 +2,6 @@
 """Steps in the backward: the bits of steps after it, and what cannot be had with them."""
 
 import os
-import threading
 import time
 import weakref
 
@@ -14,7 +13,6 @@ from torch.nn.utils import clip_grad_norm_
 
 from zero8 import Adam8bitBlockwise
 from zero8.optimizer import in_backward as in_backward_module
-from zero8.optimizer import stepper
 
 KEYWORDS = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
@@ -91,24 +89,6 @@ def test_in_backward_in_a_fork_has_the_bits_of_its_parent(forks, tmp_path):
     assert difference(child, parent) == ""
 
 
-def test_in_backward_in_a_fork_of_steps_under_way_raises(monkeypatch):
-    model, optimizer, steps = in_backward()
-    may_go_on, step_batch = threading.Event(), stepper.Stepper.step_batch
-
-    def waiting(*args):
-        may_go_on.wait(30)
-        step_batch(*args)
-
-    monkeypatch.setattr(stepper.Stepper, "step_batch", waiting)
-    loss_of(model, 0).backward()
-    pid = os.getpid()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: pid + 1)
-        with pytest.raises(RuntimeError, match="fork after optimizer.step"):
-            steps.wait()
-    may_go_on.set()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_in_backward_has_the_bits_of_steps_after_it(dtype):
     """Under a schedule, and with hooks of steps, which run once an iteration."""
@@ -157,18 +137,6 @@ def test_in_backward_waits_where_too_many_gradients_would_wait(monkeypatch):
     train(model, optimizer, 2)
     assert 0 < max(waiting) <= in_backward_module.MOST_WAITING_BYTES
     assert handle._waiting_bytes == 0
-
-
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch has no grad_dtype")
-def test_in_backward_gradient_of_another_dtype_is_stepped():
-    model = model_of(torch.bfloat16)
-    for p in model.parameters():
-        p.grad_dtype = torch.float32
-    optimizer = Adam8bitBlockwise(model.named_parameters(), **KEYWORDS)
-    optimizer.step_in_backward(model)
-    before = [p.detach().clone() for p in model.parameters()]
-    train(model, optimizer, 1)
-    assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
 def clip(model, optimizer):
@@ -234,28 +202,6 @@ def test_in_backward_of_gradients_that_are_not_final_is_refused(message, monkeyp
         Adam8bitBlockwise(stepped.parameters()).step_in_backward(model)
 
 
-def test_in_backward_of_a_lazy_module_steps_after_its_first_backward():
-    model = nn.LazyLinear(64)
-    optimizer = Adam8bitBlockwise(model.parameters())
-    optimizer.step_in_backward(model)
-    for _ in range(2):
-        model(torch.ones(2, 128)).sum().backward()
-        optimizer.step()
-    assert optimizer.state[model.weight]["step"] == 2
-
-
-def test_in_backward_gradients_set_by_hand_are_stepped_by_step():
-    """As torch.distributed.checkpoint does to make states."""
-    runs = in_backward()[:2], after_backward()
-    for model, optimizer in runs:
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-        optimizer.zero_grad()
-        train(model, optimizer, 1)
-    assert_same(*runs[0], *runs[1])
-
-
 def test_in_backward_removed_steps_as_usual_and_clips():
     model, optimizer, handle = in_backward()
     train(model, optimizer, 2)
@@ -284,13 +230,6 @@ def test_in_backward_group_that_joins_and_a_load_are_followed():
         optimizer.load_state_dict(saved)
         train(model, optimizer, 2, start=3)
     assert_same(*runs[0], *runs[1])
-
-
-def test_in_backward_non_finite_gradient_raises_at_step():
-    model, optimizer, _ = in_backward()
-    (loss_of(model, 0) * float("inf")).backward()
-    with pytest.raises(FloatingPointError, match="non-finite gradient"):
-        optimizer.step()
 
 
 def test_in_backward_error_of_a_step_raises_at_step_and_the_next_goes_on():

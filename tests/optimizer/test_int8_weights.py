@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of INT8 weights: those of float32 ones between (W1) and (W3) of zero8.spec.int8_rows."""
 
-import copy
-
 import pytest
 import torch
 from int8_weights import copy_of, int8_param, same_bits
 from small_optimizers import set_grads
 from torch import nn
-from torch.testing._internal.two_tensor import TwoTensor
 
 import zero8
 from zero8.optimizer import widened as in_chunks
@@ -114,16 +111,6 @@ def test_step_of_int8_weights_without_rows_does_nothing():
 
 
 @pytest.mark.usefixtures("way")
-def test_step_of_int8_weights_that_are_not_contiguous_has_the_same_bits():
-    p = int8_param(weights_of((100, 300)))
-    other = copy_of(p)
-    other.int_data = other.int_data.t().contiguous().t()
-    trained([p])
-    trained([other])
-    assert same_bits(p, other)
-
-
-@pytest.mark.usefixtures("way")
 def test_step_of_int8_weights_tells_autograd_of_its_writes():
     p = int8_param(weights_of((64, 64)))
     before = p._version, p.int_data._version
@@ -131,108 +118,7 @@ def test_step_of_int8_weights_tells_autograd_of_its_writes():
     assert p._version > before[0] and p.int_data._version > before[1]
 
 
-@pytest.mark.usefixtures("way")
-def test_step_takes_scales_that_have_been_replaced():
-    p = int8_param(weights_of((64, 64)))
-    optimizer = trained([p], steps=1)
-    p.scale = p.scale * 4
-    before = int8_rows.decoded(p.int_data, p.scale)
-    set_grads([p], 1)
-    optimizer.step()
-    after = int8_rows.decoded(p.int_data, p.scale)
-    assert (after - before).abs().max() < 0.1 * before.abs().max()
-
-
 # --- Refusals ------------------------------------------------------------------------------------
-
-
-def float16_scales():
-    p = int8_param(weights_of((64, 64)))
-    return nn.Parameter(type(p.detach())(p.int_data, p.scale.half()))
-
-
-def some_columns():
-    p = int8_param(weights_of((64, 64)))
-    p.int_data = p.int_data[:, :32]
-    return p
-
-
-def unknown_class():
-    return nn.Parameter(TwoTensor(torch.ones(64, 64), torch.ones(64, 64)))
-
-
-REFUSED = {
-    "float16": (float16_scales, {}, "scales of dtype torch.float16, expected one of"),
-    "columns": (some_columns, {}, "has 32 columns; expected whole rows"),
-    "correction": (
-        lambda: int8_param(weights_of((64, 64))),
-        {"weight_correction_bits": 8},
-        "INT8 weights and weight_correction_bits=8",
-    ),
-    "class": (unknown_class, {}, "class 'TwoTensor', which has no storage of its own"),
-}
-
-
-@pytest.mark.parametrize(("p", "settings", "message"), REFUSED.values(), ids=REFUSED)
-def test_optimizer_of_int8_weights_that_cannot_step_is_refused_when_it_is_made(
-    p, settings, message
-):
-    with pytest.raises(ValueError, match=f"parameter layer0: got .*{message}"):
-        make(MAKERS["log"], [p()], **settings)
-
-
-def test_muon_refuses_int8_weights_of_its_matrices_alone():
-    p = int8_param(weights_of((64, 64)))
-    with pytest.raises(ValueError, match="expected floating-point weights for the matrices of Muo"):
-        zero8.Muon8bitBlockwise([("layer0.weight", p)], lr=1e-3)
-    zero8.Muon8bitBlockwise([{"params": [("layer0.weight", p)], "use_muon": False}], lr=1e-3)
-
-
-def test_optimizer_of_int8_weights_under_deepspeed_is_refused_when_it_is_made(monkeypatch):
-    monkeypatch.setattr("zero8.optimizer.blockwise.constructing_engine", lambda: (object(), {}))
-    with pytest.raises(ValueError, match="under DeepSpeed, which copies parameters"):
-        make(MAKERS["log"], [int8_param(weights_of((64, 64)))])
-
-
-def unfrozen_in_muon():
-    p = int8_param(weights_of((64, 64))).requires_grad_(False)
-    optimizer = zero8.Muon8bitBlockwise([("layer0.weight", p)], lr=1e-3)
-    return p, optimizer, "matrices of Muon8bitBlockwise"
-
-
-def unfrozen_with_correction():
-    p = int8_param(weights_of((64, 64)), torch.bfloat16).requires_grad_(False)
-    return p, make(MAKERS["log"], [p], weight_correction_bits=8), "weight_correction_bits=8"
-
-
-def made_half_precise():
-    p = int8_param(weights_of((64, 64)))
-    optimizer = trained([p], steps=1)
-    p.scale = p.scale.half()
-    return p, optimizer, "scales of dtype torch.float16"
-
-
-def with_too_few_scales():
-    p = int8_param(weights_of((64, 64)))
-    optimizer = trained([p], steps=1)
-    p.scale = p.scale[:63].clone()
-    return p, optimizer, r"64 rows with scales of shape \(63,\)"
-
-
-UNFIT = (unfrozen_in_muon, unfrozen_with_correction, made_half_precise, with_too_few_scales)
-
-
-@pytest.mark.parametrize("made", UNFIT)
-def test_step_of_int8_weights_that_cannot_step_any_more_is_refused_before_any_change(made):
-    p, optimizer, message = made()
-    p.requires_grad_(True)
-    p.grad_dtype = None
-    p.grad = torch.ones(p.shape, dtype=p.scale.dtype)
-    before, state = copy_of(p), copy.deepcopy(optimizer.state_dict()["state"])
-    with pytest.raises(ValueError, match=message):
-        optimizer.step()
-    assert same_bits(p, before)
-    torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
 
 
 def test_step_of_int8_weights_has_the_same_skipped_blocks_with_any_number_of_pieces(monkeypatch):

@@ -3,7 +3,6 @@
 
 import copy
 import signal
-import threading
 
 import pytest
 from nests import assert_same
@@ -119,17 +118,3 @@ def test_put_off_calls_all_handlers_after_the_block_and_puts_them_back(called):
         done = True
     assert done and called == [SIGINT, SIGTERM, SIGUSR1, SIGINT]
     assert [signal.getsignal(n) for n in signal.valid_signals()] == before
-
-
-def test_put_off_in_another_thread_leaves_handlers_to_the_main_one(called):
-    before = signal.getsignal(SIGINT)
-    seen = []
-
-    def work():
-        with put_off():
-            seen.append(signal.getsignal(SIGINT))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [before]

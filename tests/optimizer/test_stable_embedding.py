@@ -126,23 +126,6 @@ def test_stable_embedding_has_float32_moments_however_it_came(way, optimizer_cla
         assert [bits for bits, _ in found.values()] == [32, 32, 8][: len(found)]
 
 
-COPIES = {"deep copy": copy.deepcopy, "unpickled": lambda x: pickle.loads(pickle.dumps(x))}
-
-
-@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-def test_stable_embedding_of_a_copied_optimizer_keeps_float32_moments(copied):
-    model = model_of()
-    optimizer = optimizer_of(model)
-    expected = bits_after_a_step(model, optimizer)
-    new = copied(optimizer)
-    assert {row.name: (row.bits, row.reason) for row in new.memory_report().rows} == expected
-    new.load_state_dict(optimizer.state_dict())
-    assert new.memory_report().rows == optimizer.memory_report().rows
-    fresh = copied(optimizer_of(model))
-    run(fresh, [p for group in fresh.param_groups for p in group["params"]], 1)
-    assert fresh.memory_report().rows == optimizer.memory_report().rows
-
-
 def test_stable_embedding_whose_weight_a_framework_has_replaced_is_freed():
     model = model_of()
     optimizer, weight = optimizer_of(model), weakref.ref(model[0].weight)
@@ -168,23 +151,3 @@ def test_copy_of_a_stable_embedding_is_logged(caplog):
     copied = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     Adam8bitBlockwise(copied.items(), weight_decay=0.0)
     assert f"zero8: parameter 0.weight {COPY}" in caplog.text
-
-
-def copy_of_weight(model):
-    return "0.weight", model[0].weight.detach().clone().requires_grad_()
-
-
-QUIET = {
-    "named in fp32_params": lambda m: ([copy_of_weight(m)], {"fp32_params": ["0.*"]}),
-    "beside the original": lambda m: ([copy_of_weight(m), ("original", m[0].weight)], {}),
-    "of a frozen one": lambda m: ([copy_of_weight(m.requires_grad_(False))], {}),
-}
-
-
-@pytest.mark.parametrize("case", QUIET.values(), ids=QUIET)
-def test_copy_of_a_stable_embedding_is_not_logged_without_need(case, caplog):
-    gc.collect()  # layers of other tests
-    model = model_of()
-    params, settings = case(model)
-    Adam8bitBlockwise(params, weight_decay=0.0, **settings)
-    assert COPY not in caplog.text

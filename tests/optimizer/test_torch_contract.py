@@ -51,27 +51,6 @@ def test_group_that_joins_in_training_steps_as_in_an_optimizer_of_its_own():
     assert [joint.state[p]["step"] for p in together] == [4, 2]
 
 
-LRS = {
-    "float32": torch.tensor(0.5),
-    "1 dimension": torch.tensor([0.5]),
-    "2 dimensions": torch.tensor([[0.5]]),
-    "float64": torch.tensor(0.5, dtype=torch.float64),
-}
-
-
-@pytest.mark.parametrize("value", LRS.values(), ids=LRS)
-def test_lr_as_a_tensor_of_any_kind_under_a_schedule_steps_as_a_number(value):
-    lr, params = value.clone(), [param(64, 128) for _ in range(2)]
-    optimizers = [Adam8bitBlockwise([p], lr=one) for p, one in zip(params, (lr, 0.5), strict=True)]
-    schedules = [lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers]
-    for step in range(4):
-        for p, optimizer, schedule in zip(params, optimizers, schedules, strict=True):
-            run(optimizer, [p], 1, start=step)
-            schedule.step()
-    assert torch.equal(*params)
-    assert optimizers[0].param_groups[0]["lr"] is lr and lr.item() == 0.5**5
-
-
 # --- Steps ---------------------------------------------------------------------------------------
 
 
@@ -166,34 +145,6 @@ def test_optimizer_of_a_lazy_module_steps_as_one_made_after_its_first_input(make
     assert_same(optimizer.state_dict(), expected.state_dict())
 
 
-def test_load_state_dict_before_the_first_input_of_a_lazy_module_raises():
-    model = nn.LazyLinear(64)
-    adamw, optimizer = AdamW([param(64, 128)]), Adam8bitBlockwise([model.weight])
-    run(adamw, adamw.param_groups[0]["params"], 1)
-    with pytest.raises(ValueError, match="call the model on a batch before load_state_dict"):
-        optimizer.load_state_dict(adamw.state_dict())
-    assert not optimizer.state
-
-
-def test_step_between_forward_and_backward_is_noticed_by_autograd():
-    p = nn.Parameter(torch.full((64, 128), 2.0))
-    optimizer = Adam8bitBlockwise([p])
-    loss = (p * p).sum()
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_parameter_frozen_with_its_gradient_left_is_stepped_as_by_adamw():
-    """It is the gradient that torch's optimizers ask for, not `requires_grad`."""
-    for cls in (AdamW, Adam8bitBlockwise):
-        p = param(64, 128).requires_grad_(False)
-        p.grad = torch.ones(64, 128)
-        cls([p], lr=0.5, weight_decay=0.0).step()
-        torch.testing.assert_close(p, param(64, 128).detach() - 0.5, rtol=0.0, atol=1e-6)
-
-
 # --- Schedules -----------------------------------------------------------------------------------
 
 # Those that write numbers, and in cycles betas as well; by a list, by a measure, one after another.
@@ -281,13 +232,3 @@ def test_grad_scaler_steps_as_without_it_and_skips_infinite_gradients(unscales):
             plain.step()
         assert_equal(model.parameters(), other.parameters())
     assert scaler.get_scale() == 512.0 and optimizer.nonfinite_blocks == 0
-
-
-def test_compiled_models_parameters_have_the_names_of_the_models_own(caplog):
-    model = torch.compile(nn.Sequential(nn.Linear(128, 64)), backend="eager")
-    optimizer = Adam8bitBlockwise(model.named_parameters(), fp32_params=["0.weight", "0.wieght"])
-    model(torch.ones(1, 128)).sum().backward()
-    optimizer.step()
-    (row,) = [row for row in optimizer.memory_report().rows if row.name == "0.weight"]
-    assert row.bits == 32
-    assert "no parameter has a name that matches '0.wieght'; names like it: 0.weight" in caplog.text

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from nests import assert_same
-from small_optimizers import assert_equal, param, run, small_model, through_file
+from small_optimizers import assert_equal, run, small_model, through_file
 from torch.distributed.checkpoint import state_dict as checkpoints
 from torch.optim import lr_scheduler
 
@@ -29,12 +29,6 @@ def params_of(model, named: bool):
     return model.named_parameters() if named else model.parameters()
 
 
-def model_like(model):
-    other = small_model(BF16)
-    other.load_state_dict(model.state_dict())
-    return other
-
-
 def everything(model, optimizer):
     return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
@@ -44,24 +38,6 @@ def assert_go_on_alike(model, optimizer, other, its_optimizer) -> None:
         run(optimizer, list(model.parameters()), 1, start=step)
         run(its_optimizer, list(other.parameters()), 1, start=step)
         assert_equal(model.parameters(), other.parameters())
-
-
-REFUSED_GROUPS = {
-    "known parameter": (lambda known: {"params": [("again", known)]}, ValueError),
-    "no name": (lambda known: {"params": [param(64, 128)]}, ValueError),
-    "list": (lambda known: [("new", param(64, 128))], TypeError),
-    "bad lr": (lambda known: {"params": [("new", param(64, 128))], "lr": -1.0}, ValueError),
-}
-
-
-@pytest.mark.parametrize(("make", "error"), REFUSED_GROUPS.values(), ids=REFUSED_GROUPS)
-def test_group_refused_in_training_leaves_the_optimizer_as_it_was(make, error):
-    model, optimizer = trained(named=True)
-    before = everything(model, optimizer)
-    with pytest.raises(error):
-        optimizer.add_param_group(make(model[0].weight))
-    assert_same(everything(model, optimizer), before)
-    assert_go_on_alike(model, optimizer, *trained(named=True))
 
 
 # --- Hooks  ---------------------------------------------------------------------
@@ -89,36 +65,6 @@ def test_load_state_dict_whose_hook_raises_changes_nothing(when):
 
 
 # --- State dicts and copies ----------------------------------------------------------------------
-
-
-def test_state_dict_without_the_newer_keys_of_groups_loads_and_goes_on():
-    model, optimizer = trained()
-    saved = copy.deepcopy(optimizer.state_dict())
-    for key in set(saved["param_groups"][0]) - {"params", "lr", "betas", "eps", "weight_decay"}:
-        del saved["param_groups"][0][key]
-    other = model_like(model)
-    resumed = Adam8bitBlockwise(other.parameters(), lr=7.0)
-    resumed.load_state_dict(saved)
-    assert_same(resumed.state_dict(), optimizer.state_dict())
-    assert_go_on_alike(model, optimizer, other, resumed)
-
-
-def test_unknown_keys_of_groups_survive_steps_saves_loads_and_copies():
-    """torchtitan's, DeepSpeed's and others' notes; a checkpoint brings its own."""
-    notes = {"moe": True, "name": "experts", "initial_lr": 0.5, "fused": True, "tags": ["a", {}]}
-    model = small_model(BF16)
-    optimizer = Adam8bitBlockwise([{"params": list(model.parameters()), **notes}])
-    run(optimizer, list(model.parameters()), 2)
-    saved = through_file(optimizer.state_dict())
-    saved["param_groups"][0]["stage"] = 2
-    other = model_like(model)
-    resumed = Adam8bitBlockwise(other.parameters())
-    resumed.load_state_dict(saved)
-    assert_go_on_alike(model, optimizer, other, resumed)
-    assert notes.items() <= optimizer.param_groups[0].items()
-    for one in (resumed, copy.deepcopy(resumed)):
-        for groups in (one.param_groups, one.state_dict()["param_groups"]):
-            assert (notes | {"stage": 2}).items() <= groups[0].items()
 
 
 @pytest.mark.parametrize("flat", [True, False], ids=["flat", "nested"])

@@ -36,15 +36,6 @@ def test_export_loads_into_adamw_which_holds_the_decoded_moments_and_steps():
     adamw.step()
 
 
-def test_export_looks_into_the_wrappers_of_trainers():
-    class Wrapper:
-        def __init__(self, optimizer):
-            self.optimizer = optimizer
-
-    _, optimizer = trained()
-    assert zero8.export(Wrapper(Wrapper(optimizer)))["state"].keys() == {0, 1, 2}
-
-
 def wrapped_as_by_lightning(optimizer):
     """Return what Fabric makes: an instance of the class with a copy of the attributes."""
 

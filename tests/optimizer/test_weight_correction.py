@@ -142,23 +142,6 @@ def test_weights_that_a_script_writes_count_as_they_are(name, write):
     assert not p.isnan().any()
 
 
-def test_weights_that_a_script_writes_leave_the_corrections_of_other_blocks():
-    """Rows have a block of 256 elements and one of 44."""
-    optimizer, p = optimizer_made("adam")
-    train(optimizer, p, 3)
-    before = optimizer.state[p]["param_correction"].clone()
-    with torch.no_grad():
-        p[4:6] = 0
-        p[9, 256] = 5
-    before[4:6], before[9, 256:] = 0, 0
-    other = copy.deepcopy(optimizer)
-    (q,) = other.param_groups[0]["params"]
-    other.state[q]["param_correction"].copy_(before)
-    for one, weights in ((optimizer, p), (other, q)):
-        train(one, weights, 1, first=3)
-    assert torch.equal(bits_of(optimizer, p), bits_of(other, q))
-
-
 @pytest.mark.parametrize("name", MADE)
 def test_mask_after_every_step_leaves_the_corrections_of_other_weights(name):
     """Without decay, the other weights are those of a training in which nothing is masked."""
@@ -175,21 +158,6 @@ def test_mask_after_every_step_leaves_the_corrections_of_other_weights(name):
         runs.append(joined(p.detach(), optimizer.state[p]["param_correction"]))
     assert torch.equal(*(run[MASK > 0] for run in runs))
     assert not torch.equal(*runs)
-
-
-def test_corrections_of_weights_and_states_that_are_loaded_again_count():
-    """In the optimizer that has trained on, whose sums are of its last weights."""
-    optimizer, p = optimizer_made("adam")
-    train(optimizer, p, 3)
-    weights, saved = p.detach().clone(), copy.deepcopy(optimizer.state_dict())
-    runs = []
-    for _ in range(3):
-        train(optimizer, p, 3, first=3)
-        runs.append(bits_of(optimizer, p))
-        optimizer.load_state_dict(saved)
-        with torch.no_grad():
-            p.copy_(weights)
-    assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2])
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, float("inf"), float("-inf")])

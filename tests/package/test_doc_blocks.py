@@ -2,14 +2,12 @@
 """Blocks of the docs, run as the pages show them; those that need other packages are elsewhere."""
 
 import json
-import logging
 import re
 import shlex
 
 import pytest
 import torch
-from doc_blocks import PAGES, reader, type_in
-from places import ROOT
+from doc_blocks import reader, type_in
 from ranks import build_ops
 from small_checkpoints import plain_file
 from zero_worker import Model, base_optimizer, make_engine, train
@@ -18,7 +16,6 @@ import zero8
 from zero8 import cli
 from zero8.checkpoint.commands.convert import convert
 from zero8.files import tags
-from zero8.state.tell import tell_once
 
 
 @pytest.mark.shown("docs/optimizers.md", "zero8.Muon8bitBlockwise")
@@ -43,33 +40,6 @@ def test_optimizer_section_of_the_docs_makes_that_optimizer(block):
     assert made.param_groups[0].items() >= section["params"].items()
 
 
-@pytest.mark.shown("docs/moving.md", '+    "type"')
-def test_word_to_change_is_the_only_difference_from_a_config_of_adamw(block):
-    lines = block.text.splitlines()
-    sections = [
-        json.loads("{" + "".join(line[1:] for line in lines if line[0] in marks).rstrip(",") + "}")
-        for marks in (" -", " +")
-    ]
-    before, after = (section["optimizer"] for section in sections)
-    assert before | {"type": after["type"]} == after
-    assert issubclass(getattr(torch.optim, before["type"]), torch.optim.AdamW)
-    for path in (ROOT / "configs" / "hf").glob("*.json"):
-        assert json.loads(path.read_text())["optimizer"] == after
-
-
-@pytest.mark.shown("docs/integrations.md", '"weight_decay": "auto"')
-def test_json_of_trainer_is_the_section_of_its_configs(block):
-    section = json.loads(block.text)
-    for path in (ROOT / "configs" / "hf").glob("*.json"):
-        assert section.items() <= json.loads(path.read_text()).items()
-
-
-@pytest.mark.shown("docs/integrations.md", "learning_rate: 2e-5", "finetuning_type")
-def test_yaml_names_a_deepspeed_config_that_is_there(block):
-    (name,) = re.findall(r"^deepspeed: (\S+)$", block.text, re.MULTILINE)
-    assert json.loads((ROOT / name).read_text())["optimizer"]["type"] == "Adam8bitBlockwise"
-
-
 @pytest.mark.shown("docs/moving.md", "zero8 checkpoint inspect bnb.pt")
 def test_commands_for_a_bitsandbytes_file_make_one_to_load(
     block, tmp_path, monkeypatch, capsys, caplog
@@ -85,43 +55,6 @@ def test_commands_for_a_bitsandbytes_file_make_one_to_load(
     optimizer.load_state_dict(content["optimizer"])
     assert optimizer.memory_report().to_dicts()
     assert "were saved with" not in caplog.text
-
-
-@pytest.mark.shown("docs/checkpoints.md", "were saved with")
-def test_load_with_other_settings_logs_the_line_that_the_docs_show(block, caplog):
-    def optimizer(**settings):
-        params = {f"p{number}": torch.nn.Parameter(torch.ones(32, 256)) for number in range(6)}
-        for p in params.values():
-            p.grad = p.detach().clone()
-        return zero8.Adam8bitBlockwise(list(params.items()), weight_decay=0.0, **settings)
-
-    saved = optimizer(codec="dynamic", block_size=128)
-    saved.step()
-    tell_once.cache_clear()
-    with caplog.at_level(logging.WARNING, "zero8"):
-        optimizer().load_state_dict(saved.state_dict())
-    (line,) = caplog.messages
-    assert line.startswith(block.text.removesuffix("...\n"))
-
-
-@pytest.mark.shown("docs/moving.md", "ValueError: load_state_dict")
-def test_adamw_that_is_given_8_bit_states_raises_what_the_docs_show(block):
-    p = torch.nn.Parameter(torch.ones(32, 256))
-    p.grad = torch.ones_like(p)
-    optimizer = zero8.Adam8bitBlockwise([p], weight_decay=0.0)
-    optimizer.step()
-    with pytest.raises(ValueError) as raised:
-        torch.optim.AdamW([p]).load_state_dict(optimizer.state_dict())
-    assert f"ValueError: {raised.value}" == " ".join(block.text.split())
-
-
-def test_extras_that_pages_install_are_those_of_the_package():
-    declared = (ROOT / "pyproject.toml").read_text()
-    for page in PAGES:
-        text = (ROOT / page).read_text()
-        for names in re.findall(r"pip install '(?:zero8|\.)\[([\w,]+)\]", text):
-            for name in names.split(","):
-                assert name == "X" or re.search(rf"^{name} = \[", declared, re.MULTILINE), page
 
 
 # --- README ---

@@ -48,21 +48,6 @@ for agreement, port in zip(AGREEMENTS, os.environ["PORTS"].split(), strict=True)
             sys.exit()
     print([os.waitpid(rank, 0)[1] for rank in ranks], flush=True)
 """
-REGISTERED = """
-import atexit, sys
-import torch.distributed
-from zero8.environment import agree, numbers
-
-registered = []
-atexit.register = lambda *call: registered.append(call)
-eval(sys.argv[1])
-assert not registered, "a process without a process group"
-torch.distributed.init_process_group("gloo")
-for _ in range(2):
-    eval(sys.argv[1])
-((wait,),) = registered
-wait()
-"""
 
 
 @pytest.mark.slow
@@ -72,15 +57,6 @@ def test_process_that_ends_after_an_agreement_is_not_aborted():
     done = python(RUN, PORTS=ports, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
     assert "found a thread" in done.stdout
     assert done.stdout.count("[0, 0]") == 3, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize(
-    "agreement", ("agree.gathered(1)", "agree.from_rank_0(int)", "numbers.total(1, [None])")
-)
-def test_agreement_between_ranks_registers_one_wait_at_the_end(forks, agreement):
-    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    done = forks.run(REGISTERED, agreement, MASTER_PORT=str(free_port()), **world)
-    assert done.returncode == 0, done.stderr
 
 
 def test_end_of_a_process_waits_for_a_gloo_thread_until_it_is_idle():

@@ -42,7 +42,6 @@ for words in json.loads(sys.argv[1]):
     statuses[" ".join(words)] = [status, printed.getvalue()]
 print(json.dumps(statuses))
 """
-MODULES = ["zero8", "zero8.cli", "examples.gpt"]
 
 
 def commands(parser, words=()):
@@ -70,12 +69,6 @@ def test_help_of_every_command_works_without_extras(base_only):
     for words, (status, printed) in json.loads(done.stdout.splitlines()[-1]).items():
         assert status == 0, (words, printed)
         assert f"usage: zero8 {words}".rstrip() in printed
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_module_help_works_without_extras(base_only, module):
-    done = base_only(f"import runpy; runpy.run_module({module!r}, run_name='__main__')", "--help")
-    assert (done.returncode, "usage:" in done.stdout) == (0, True), done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +111,3 @@ def test_command_without_its_subcommand_prints_help_and_exits_2(words, capsys):
     printed = capsys.readouterr()
     assert (caught.value.code, printed.out) == (2, "")
     assert " ".join(["usage: zero8", *words]) in printed.err and "--help" in printed.err
-
-
-def test_module_zero8_runs_the_command_line(base_only):
-    done = base_only("import runpy; runpy.run_module('zero8', run_name='__main__')", "--version")
-    assert (done.returncode, done.stdout) == (0, f"zero8 {zero8.__version__}\n")

@@ -19,15 +19,10 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 DYNAMIC = {
     which: CODECS["dynamic"].code_of(ADAM.moment(which)) for which in ("exp_avg", "exp_avg_sq")
 }
-ONE = 0x3F800000  # bits of 1.0
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int32).to(torch.int64)
-
-
-def from_bits(pattern: torch.Tensor) -> torch.Tensor:
-    return pattern.to(torch.int32).view(torch.float32)
 
 
 def dithers(numel: int) -> dict[str, torch.Tensor | None]:

@@ -2,7 +2,6 @@
 import math
 
 import pytest
-import torch
 
 from zero8.spec import dither
 from zero8.spec.grid import BlockGrid
@@ -61,21 +60,6 @@ def test_in_blocks_any_element_matches_equation_d2(grid, first, key, step):
         start = i - column + column // grid.block_size * grid.block_size
         wanted.append((((start * A + phase) % 2**32 >> 16) + (i - start) * C) % 2**16)
     assert dither.in_blocks(phase, first, 1500, grid).tolist() == wanted
-
-
-@every_grid
-@pytest.mark.parametrize("first", [1, 63, 64, 255, 256, 500, 700, 1999])
-def test_in_blocks_of_a_segment_are_those_of_the_whole_parameter(grid, first):
-    whole = dither.in_blocks(0x89ABCDEF, 0, 2000, grid)
-    assert torch.equal(dither.in_blocks(0x89ABCDEF, first, 2000 - first, grid), whole[first:])
-
-
-def discrepancy(points: list[int], num_bits: int = 32) -> float:
-    """N times the star discrepancy of N points of `num_bits` bits."""
-    numel = len(points)
-    ordered = torch.tensor(sorted(points), dtype=torch.float64) * (numel / 2**num_bits)
-    rank = torch.arange(numel, dtype=torch.float64)
-    return float(torch.maximum(rank + 1 - ordered, ordered - rank).max())
 
 
 def test_in_blocks_every_sixteenth_of_the_range_has_15_to_17_of_256_elements():

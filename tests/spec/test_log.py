@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from test_codec import ONE, bits, dithers, from_bits
+from test_codec import bits, dithers
 
 from zero8.spec import arithmetic as ieee
 from zero8.spec import dither
@@ -13,6 +13,12 @@ from zero8.spec.grid import BlockGrid
 from zero8.spec.log import LogCode
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
+ONE = 0x3F800000  # bits of 1.0
+
+
+def from_bits(pattern: torch.Tensor) -> torch.Tensor:
+    return pattern.to(torch.int32).view(torch.float32)
+
 
 # --- Octaves, the levels of first moments ---------------------------------------------------------
 

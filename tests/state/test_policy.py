@@ -27,13 +27,6 @@ def test_policy_shape_decides_and_says_why(shape, is_8bit, reason):
     assert Policy().decide(None, shape) == decision
 
 
-def test_policy_block_size_and_smallest_size_are_those_given():
-    policy = Policy(block_size=64, min_8bit_size=1)
-    assert policy.decide(None, (1, 300)).grid == BlockGrid(1, 300, 64)
-    assert Policy(min_8bit_size=0).decide(None, (0, 300)).grid == BlockGrid(0, 300, 256)
-    assert policy.decide(None, (100, 20)).grid == BlockGrid(34, 60, 64, 20)
-
-
 def test_policy_rows_without_elements_stay_float32_at_any_smallest_size():
     decision = Policy(min_8bit_size=0).decide(None, (300, 0))
     assert (decision.grid, decision.reason) == (None, "rows without elements")
@@ -52,12 +45,6 @@ def test_policy_name_that_matches_stays_float32(name, pattern):
     decision = Policy(fp32_params=["nothing", pattern]).decide(name, (64, 256))
     assert decision.grid is None
     assert decision.reason == f"matches fp32_params pattern {pattern!r}"
-
-
-@pytest.mark.parametrize("name", ["model.Embed.weight", "embed", "xlm_head.weight"])
-def test_policy_name_that_matches_in_part_or_other_case_is_8bit(name):
-    policy = Policy(fp32_params=("*embed.*", "lm_head.weight"))
-    assert policy.decide(name, (64, 256)).grid is not None
 
 
 WRAPPED = {

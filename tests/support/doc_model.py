@@ -9,8 +9,9 @@ from functools import partial
 
 import torch
 import transformers
+from hf_models import WITH_END, counting, small_llama, tokenizer
 from shared_memory import leave_out_shared_memory
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
+from transformers import LlamaForCausalLM, Trainer
 
 __all__ = [
     "LlamaForCausalLM",
@@ -25,21 +26,8 @@ __all__ = [
 
 leave_out_shared_memory()  # without LOCAL_SIZE it would not be called
 
-VOCABULARY = 256
-config = LlamaConfig(
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    vocab_size=VOCABULARY,
-    max_position_embeddings=64,
-    bos_token_id=None,
-    eos_token_id=VOCABULARY - 1,
-    pad_token_id=VOCABULARY - 1,
-)
-rows = (torch.arange(64)[:, None] + torch.arange(16)) % 64
-data = [{"input_ids": row, "labels": row} for row in rows]
+data = [{"input_ids": row, "labels": row} for row in counting(64)]
+new_model = partial(small_llama, hidden_size=256, intermediate_size=512, **WITH_END)
 
 
 def on_the_cpu(arguments):
@@ -50,20 +38,7 @@ def on_the_cpu(arguments):
 TrainingArguments = on_the_cpu(transformers.TrainingArguments)
 
 
-def new_model() -> LlamaForCausalLM:
-    """Return the model, the same each time."""
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config)
-
-
 def save_base(folder: str) -> None:
-    """Save the model with a tokenizer of the words w0, w1 and so on, as a hub has them."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {f"w{number}": number for number in range(VOCABULARY - 2)}
-    words |= {"<unk>": VOCABULARY - 2, "<eos>": VOCABULARY - 1}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = {"unk_token": "<unk>", "eos_token": "<eos>", "pad_token": "<eos>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    """Save the model with its tokenizer, as a hub has them."""
+    tokenizer().save_pretrained(folder)
     new_model().save_pretrained(folder)

@@ -336,22 +336,3 @@ extern "C" void zero8_operations(const float* a, const float* b, const float* c,
     Vec::store(flushed + i, x);
   }
 }
-
-#include "vec_operations.h"
-
-// Compares every operation with its definition, in a team of one thread; returns the report.
-extern "C" const char* compared_operations() {
-  blockDim = {1, 1, 1};
-  threadIdx = {0, 0, 0};
-  running = 0;
-  num_fibers = 1;
-  if (fibers.empty()) fibers.resize(1);
-  std::fill(std::begin(in_warp), std::end(in_warp), 0);
-  static vec_operations::Comparison<zero8::cuda::Vec, vec_operations::NoMode> test;
-  test.report.clear();
-  vec_operations::compare_arithmetic(test, vec_operations::has_factor_below_2_to_64);
-  vec_operations::compare_conversions(test, vec_operations::is_in_int32);
-  vec_operations::compare_integers(test);
-  vec_operations::compare_memory(test);
-  return test.report.c_str();
-}

@@ -34,12 +34,8 @@ logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 class Model(lightning.LightningModule):
     """Matrices of which one has narrow rows and one is too small for 8 bits, and their biases.
 
-    Attributes:
-        epochs: `bits` after each epoch.
-        at_start: `bits` when training began, or went on.
-        lrs: the learning rate of each step.
-        betas: the first beta of each step.
-        norms: the norm of all gradients at each step, after clipping; not under ZeRO.
+    It records `bits` after each epoch and when training began, and of each step the learning rate,
+    the first beta and, but under ZeRO, the norm of all gradients after clipping.
     """
 
     def __init__(self, seed: int = 0, **keywords):
@@ -166,15 +162,9 @@ def fit(model: Model, folder: Path, resume: Path | None = None, **keywords) -> M
 
 
 def cut_off(make: Callable, folder: Path, options: Callable = dict) -> dict[str, dict]:
-    """Train without a stop, and again from the checkpoint in the middle.
+    """Train without a stop, and again from the checkpoint in the middle; return both records.
 
-    Args:
-        make: returns a model, given a seed.
-        folder: for the checkpoints.
-        options: returns further arguments of the Trainer.
-
-    Returns:
-        What both models have recorded.
+    `make` returns a model, given a seed; `options` returns further arguments of the Trainer.
     """
     first = fit(make(seed=0), folder, **options())
     second = fit(make(seed=ELSEWHERE), folder / "resumed", checkpoint(folder), **options())
@@ -213,13 +203,7 @@ def under_ddp(folder: Path) -> dict[str, dict]:
 def under_fsdp2(folder: Path, distributed: bool, plain: Path) -> dict[str, dict]:
     """Train under FSDP2 as `cut_off`, and go on from a checkpoint of one process.
 
-    Args:
-        folder: for the checkpoints.
-        distributed: whether those are folders, to which all ranks write, or single files.
-        plain: the checkpoint of one process.
-
-    Returns:
-        See `cut_off`; "from one process" is the third run, and "local" the shapes on this rank.
+    `distributed` says whether checkpoints are folders, to which all ranks write, or single files.
     """
 
     def strategy() -> strategies.ModelParallelStrategy:
@@ -246,19 +230,3 @@ def under_zero(folder: Path, **keywords) -> dict[str, dict]:
 
     with on_ranks(strategy, accelerator=CPUInTheNameOfCUDA()) as options:
         return cut_off(Model, folder, options)
-
-
-def under_block(text: str, folder: Path) -> dict:
-    """Train under the `strategy` that a block of the docs makes, and return what steps."""
-    names: dict = {}
-    exec(text, names)
-    strategy = names["strategy"]
-    strategy._process_group_backend = "gloo"  # ranks without a GPU
-    with on_ranks(lambda: strategy, accelerator=CPUInTheNameOfCUDA()) as options:
-        engine = fit(Model(), folder, **options()).trainer.strategy.deepspeed_engine
-    return {
-        "optimizer": type(engine.basic_optimizer).__name__,
-        "stage": engine.zero_optimization_stage(),
-        "device": str(engine.zero_offload_optimizer().device),
-        "steps": engine.global_steps,
-    }

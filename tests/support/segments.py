@@ -2,6 +2,7 @@
 """Segments for tests of the compiled step and of the reference."""
 
 import math
+import mmap
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -121,6 +122,33 @@ def correct(segment: Segment, correction: torch.Tensor) -> None:
     blocks = segment.grid.num_blocks_touched(segment.first, numel)
     segment.correction = shifted(correction.to(torch.int8), offset)
     segment.weight_sums = shifted(torch.zeros(blocks, 2, dtype=torch.int32), offset)
+
+
+def as_end_of_whole(segment: Segment) -> Segment:
+    """Return a copy that holds the whole parameter, of which a segment has the last rows.
+
+    All but these is memory that is not there until it is written to: addresses.
+    """
+    rows, row = segment.grid.num_rows, segment.grid.row_length
+
+    def moved(x: torch.Tensor, size: int) -> torch.Tensor:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+        whole = torch.frombuffer(mmap.mmap(-1, size * x[0].nbytes, flags), dtype=x.dtype)
+        whole = whole.view(size, *x.shape[1:])
+        whole[-len(x) :] = x
+        return whole
+
+    blocks = segment.grid.num_blocks
+    return replace(
+        segment,
+        first=0,
+        param=moved(segment.param, rows * row),
+        grad=moved(segment.grad, rows * row),
+        moments=[
+            Moment(moved(one.values, rows * row), moved(one.scales, blocks), one.phase)
+            for one in segment.moments
+        ],
+    )
 
 
 def tensors(segment: Segment) -> dict[str, torch.Tensor]:

@@ -4,7 +4,6 @@
 Needs torchao.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchao.float8 import (
     Float8LinearConfig,
@@ -78,13 +77,12 @@ def new_model(kind: str | None, dtype: torch.dtype = torch.float32) -> nn.Module
     return model
 
 
-def sharded(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """Return a model under FSDP2 on all ranks, layer by layer; `dtype` is that of the matmuls."""
+def sharded(model: nn.Module) -> nn.Module:
+    """Return a model under FSDP2 on all ranks, layer by layer."""
     start()
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)
     for layer in (*(one for one in model if isinstance(one, nn.Linear)), model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh)
     return model
 
 
@@ -187,86 +185,57 @@ def _same(ours, theirs) -> bool:
     return ours.dtype == theirs.dtype and torch.equal(*as_bytes)
 
 
-def _save_by_tensors(model: nn.Module, optimizer: BlockwiseOptimizer, folder: Path) -> None:
-    content = {"model": tensors(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.save(content, checkpoint_id=folder)
+def _contents(model: nn.Module, optimizer: BlockwiseOptimizer, way: str) -> dict:
+    """Return what is saved: tensors as plain ones, as torchao's classes, or a rank's own."""
+    if way == "rank":
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if way == "classes":
+        return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    return {"model": tensors(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
-def _load_by_tensors(model: nn.Module, optimizer: BlockwiseOptimizer, folder: Path) -> None:
-    content = {"model": tensors(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(content, checkpoint_id=folder)
-    set_optimizer_state_dict(model, optimizer, content["optimizer"])
+def _write(model: nn.Module, optimizer: BlockwiseOptimizer, way: str, folder: Path) -> None:
+    content = _contents(model, optimizer, way)
+    if way == "rank":
+        folder.mkdir(exist_ok=True)
+        torch.save(content, folder / f"rank{torch.distributed.get_rank()}.pt")
+    else:
+        dcp.save(content, checkpoint_id=folder)
 
 
-def _save_by_classes(model: nn.Module, optimizer: BlockwiseOptimizer, folder: Path) -> None:
-    content = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.save(content, checkpoint_id=folder)
-
-
-def _load_by_classes(model: nn.Module, optimizer: BlockwiseOptimizer, folder: Path) -> None:
-    content = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+def _read(model: nn.Module, optimizer: BlockwiseOptimizer, way: str, folder: Path) -> None:
+    if way == "rank":
+        path = folder / f"rank{torch.distributed.get_rank()}.pt"
+        content = torch.load(path, weights_only=False)
+        model.load_state_dict(content["model"])
+        optimizer.load_state_dict(content["optimizer"])
+        return
+    content = _contents(model, optimizer, way)
     with torch.serialization.safe_globals(CLASSES):
         dcp.load(content, checkpoint_id=folder)
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=content["model"],
-        optim_state_dict=content["optimizer"],
-    )
+    if way == "classes":
+        states = {"model_state_dict": content["model"], "optim_state_dict": content["optimizer"]}
+        set_state_dict(model, optimizer, **states)
+    else:
+        set_optimizer_state_dict(model, optimizer, content["optimizer"])
 
 
-def _rank_file(folder: Path) -> Path:
-    return folder / f"rank{torch.distributed.get_rank()}.pt"
-
-
-def _save_by_rank(model: nn.Module, optimizer: BlockwiseOptimizer, folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
-    content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(content, _rank_file(folder))
-
-
-def _load_by_rank(model: nn.Module, optimizer: BlockwiseOptimizer, folder: Path) -> None:
-    content = torch.load(_rank_file(folder), weights_only=False)
-    model.load_state_dict(content["model"])
-    optimizer.load_state_dict(content["optimizer"])
-
-
-SAVE: dict[str, Callable] = {
-    "tensors": _save_by_tensors,
-    "classes": _save_by_classes,
-    "rank": _save_by_rank,
-}
-LOAD: dict[str, Callable] = {
-    "tensors": _load_by_tensors,
-    "classes": _load_by_classes,
-    "rank": _load_by_rank,
-}
-
-
-def save(
-    kind: str, way: str, folder: Path, dtype: torch.dtype, matmuls: torch.dtype | None = None
-) -> tuple[list[float], dict, dict]:
-    """Train under FSDP2, save, and train on.
-
-    Returns:
-        The losses, and `bits` at the checkpoint and at the end.
-    """
-    model = sharded(new_model(kind, dtype), matmuls)
+def save(kind: str, way: str, folder: Path, dtype: torch.dtype) -> tuple[list[float], dict, dict]:
+    """Train under FSDP2, save, and train on; return losses, and `bits` then and at the end."""
+    model = sharded(new_model(kind, dtype))
     optimizer = optimizer_of(model)
     losses = train(model, optimizer, STEPS)
-    SAVE[way](model, optimizer, folder)
+    _write(model, optimizer, way, folder)
     saved = bits(model, optimizer)
     losses += train(model, optimizer, MORE)
     return losses, saved, bits(model, optimizer)
 
 
-def resume(
-    kind: str, way: str, folder: Path, dtype: torch.dtype, matmuls: torch.dtype | None = None
-) -> tuple[list[float], dict, dict]:
+def resume(kind: str, way: str, folder: Path, dtype: torch.dtype) -> tuple[list[float], dict, dict]:
     """Load what `save` saved, and train on; return what `save` returns of these steps."""
-    model = sharded(new_model(kind, dtype), matmuls)
+    model = sharded(new_model(kind, dtype))
     optimizer = optimizer_of(model)
-    LOAD[way](model, optimizer, folder)
+    _read(model, optimizer, way, folder)
     loaded = bits(model, optimizer)
     return train(model, optimizer, MORE), loaded, bits(model, optimizer)
 
@@ -275,7 +244,7 @@ def load_alone(kind: str, folder: Path, dtype: torch.dtype) -> dict:
     """Load what "tensors" saved into one process without FSDP2; return `bits`."""
     model = new_model(kind, dtype)
     optimizer = optimizer_of(model)
-    _load_by_tensors(model, optimizer, folder)
+    _read(model, optimizer, "tensors", folder)
     return bits(model, optimizer)
 
 
@@ -295,14 +264,6 @@ def stepped_alone(kind: str, dtype: torch.dtype, **keywords) -> dict:
     return bits(model, optimizer)
 
 
-def made_states(kind: str) -> tuple[dict, dict]:
-    """Return the tensors of a new model before and after DCP has made the optimizer's states."""
-    model = sharded(new_model(kind))
-    before = {name: whole(value) for name, value in tensors(model).items()}
-    get_optimizer_state_dict(model, optimizer_of(model))
-    return before, {name: whole(value) for name, value in tensors(model).items()}
-
-
 def error_of_columns() -> tuple[str, str] | None:
     """Return the error of an optimizer of INT8 weights that are cut into columns."""
     start()
@@ -313,18 +274,14 @@ def error_of_columns() -> tuple[str, str] | None:
     return error_of(Adam8bitBlockwise, [("weight", p)])
 
 
-def _engine(model: nn.Module):
+def train_in_engine(kind: str) -> list[float]:
+    """Train a converted model whose parameters are plain tensors in an engine; return losses."""
     config = {
         "train_micro_batch_size_per_gpu": 64,
         "optimizer": {"type": "Adam8bitBlockwise", "params": {"weight_decay": 0.0}},
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     }
-    return make_engine(config, model)
-
-
-def train_in_engine(kind: str) -> list[float]:
-    """Train a converted model whose parameters are plain tensors in an engine; return losses."""
-    engine = _engine(new_model(kind))
+    engine = make_engine(config, new_model(kind))
     x, y = (gradient((64, n), 0) for n in (COLUMNS, OUTPUTS))
     losses = []
     for _ in range(STEPS):
