@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What crosses the border between Python and the kernels: plain structs, no tensors.
 //
-// zero8/op/structs.py has the same structs for numpy; zero8/op/shared_numbers.py compares these and
-// all other numbers that stand on both sides when the op is built.  All strides and counts are in
-// elements, 64 bits wide: a flat ZeRO partition can exceed 2^31.
+// zero8/op/structs.py has the same structs for numpy; tests/kernel/test_structs.py compares them.
+// All strides and counts are in elements, 64 bits wide: a flat ZeRO partition can exceed 2^31.
 #pragma once
 
 #include <cstdint>

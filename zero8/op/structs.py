@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The structs of csrc/format.h, field by field, for numpy: the records that kernels take.
 
-A test compares them with the structs: tests/kernel/test_shared_numbers.py.
+A test compares them with the structs: tests/kernel/test_structs.py.
 """
 
 import numpy as np
