@@ -52,6 +52,7 @@ def test_tally_of_a_code_has_the_errors_of_its_updates():
     assert share.sum() == pytest.approx(1) and absolute.isnan().any()
 
 
+@pytest.mark.slow
 def test_command_writes_tables_and_figures_with_the_smallest_errors_of_log(tmp_path, monkeypatch):
     task = TextTask(GPTConfig(context=64, width=64, layers=1, heads=2), window=16, batch_size=2)
     monkeypatch.setattr(command, "RUN", replace(command.RUN, task=task, steps=30))
