@@ -22,7 +22,7 @@ settings.load_profile("zero8")
 # first, then what needs none of them, and last what needs the one that takes longest, aio.
 COMPILING = ("bench/test_bench.py", "nvme/test_zero3_nvme.py")
 NEEDING_NONE = ("cuda", "kernel", "spec", "state")
-NEEDING_AIO = ("nvme", "checkpoint/test_zero_integrity.py", "checkpoint/test_zero_switch.py")
+NEEDING_AIO = ("nvme", "checkpoint/test_zero_integrity.py")
 
 # `make test-nightly` runs the slow tests of these: they compile or train for minutes, and what they
 # guard changes seldom.
