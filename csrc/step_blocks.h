@@ -95,9 +95,8 @@ ZERO8_INLINE inline void advance(AnyVec& vec,
   Vec::I largest[kMoments];
   for (int k = 0; k < kMoments; ++k) largest[k] = Vec::seti(0);
   for_vectors(0, reader.count, [&](int i, auto lanes) ZERO8_INLINE {
-    if (i % kChunk == 0) {
-      prefetch_chunk(reader.g + i);
-    }
+    // The processor's own prefetching does for moments that are floats in memory.
+    if (i % kChunk == 0) prefetch_chunk(reader.g + i);
     Vec::F m[kMoments], carried[Algorithm::kCarried];
     for (int k = 0; k < kMoments; ++k) {
       m[k] = load(values[k] + i, lanes);
