@@ -172,7 +172,8 @@ mutate: .venv/.test
 	git diff --quiet
 	$(BUILD) && $(BUILD_AIO)
 	$(RUN) tests/mutate.py cover
-	$(RUN) tests/mutate.py kill --places $(or $(PLACES),100) --seed $(or $(SEED),0)
+	$(RUN) tests/mutate.py kill --places $(or $(PLACES),100) --seed $(or $(SEED),0) \
+	  $(if $(BESIDE),--beside $(BESIDE))
 
 soak: .venv/.test
 	$(BUILD) && $(BUILD_AIO)

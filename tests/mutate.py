@@ -4,125 +4,116 @@
 
 `cover` runs every test file by itself, notes which lines it runs and for how long, and prints the
 coverage; `kill` breaks places, and runs the test files that run each, short ones first, until one
-fails.  It changes the checkout it stands in, and changes it back.
+fails or takes too long.  The places are in lines that stand once, with --beside also in another
+checkout, where they are the same.  It changes its checkout, and changes it back.  TESTS in the
+environment selects tests, as pytest's -m does.
 """
 
 import argparse
 import ast
 import json
+import os
 import random
 import re
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import coverage
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER = ROOT / "runs" / "mutate"
-DATA, SECONDS = FOLDER / "coverage", FOLDER / "seconds.json"
+DATA, SECONDS = ROOT / "runs" / "coverage", ROOT / "runs" / "seconds.json"
 COVERAGE = [sys.executable, "-m", "coverage"]
-SELECTED = "not nightly and not multinode and not integrations"
+TESTS = os.environ.get("TESTS", "not nightly and not multinode and not integrations")
 LIMIT_S = 600  # of all tests of one place
 ELSEWHERE = ("vec_neon.h", "step_neon.cpp", "team.h", "vec_thread.h")  # not run on this machine
-# Each has its opposite beside it.
-NAMES = "Lt LtE Gt GtE Eq NotEq Is IsNot In NotIn And Or Add Sub Mult FloorDiv".split()
-SIGNS = "< <= > >= == != && || + -".split()
-OPPOSITE = {getattr(ast, name): getattr(ast, NAMES[i ^ 1]) for i, name in enumerate(NAMES)}
-IN_CXX = {f" {sign} ": f" {SIGNS[i ^ 1]} " for i, sign in enumerate(SIGNS)}
+# What is broken, in either language: an operator, whose opposite stands beside it; a guard that
+# returns or raises; two arguments; a number.
+SIGNS = "< <= > >= == != && || and or + -".split()
+RULES = [(re.escape(f" {old} "), f" {SIGNS[i ^ 1]} ") for i, old in enumerate(SIGNS)] + [
+    (r"(?<=\bif ).+(?=:\n +(return|raise)\b)", "False"),
+    (r"(?<=\bif \().+(?=\) (return|throw|\{\n +(return|throw))\b)", "false"),
+    (r"(?<=\()([\w.]+), ([\w.]+)(?=[,)])", r"\2, \1"),
+    (r"(?<![\w.])(\d+)(?![\w.])", r"\1 + 1"),
+    (r" is not ", " is "),
+    (r" not in ", " in "),
+]
 
 
-def broken(node: ast.AST) -> ast.AST | None:
-    """Return what takes the place of an expression, None if it stays."""
-    match node:
-        case ast.Compare(left, [op], [right]):
-            return ast.Compare(left, [OPPOSITE[type(op)]()], [right])
-        case ast.BinOp(left, op, right) if type(op) in OPPOSITE:
-            return ast.BinOp(left, OPPOSITE[type(op)](), right)
-        case ast.BoolOp(op, values):
-            return ast.BoolOp(OPPOSITE[type(op)](), values)
-        case ast.Constant(int() as value) if not isinstance(value, bool):
-            return ast.Constant(value + 1)
-        case ast.Call(function, [first, second, *others], keywords):
-            return ast.Call(function, [second, first, *others], keywords)
-    return None
+def code(source: str, suffix: str) -> set[int]:
+    """Return the lines of a file that do something: in Python, those of functions."""
+    if suffix != ".py":
+        quiet = re.compile(r"\s*(#|//|template|static_assert)")
+        return {i for i, line in enumerate(source.splitlines(), 1) if not quiet.match(line)}
+    functions = [x for x in ast.walk(ast.parse(source)) if isinstance(x, ast.FunctionDef)]
+    inner = {y for x in functions for statement in x.body for y in ast.walk(statement)}
+    return {x.lineno for x in inner if isinstance(x, ast.expr) and not isinstance(x, ast.Constant)}
 
 
-def places_in_python(path: Path) -> set[tuple]:
-    """Return (path, line, first column, last column, new text) of a file's places."""
-    functions = [x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.FunctionDef)]
-    found = set()
-    for node in (inner for x in functions for statement in x.body for inner in ast.walk(statement)):
-        new = broken(node) if isinstance(node, ast.expr) else None
-        if isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise | ast.Return):
-            node, new = node.test, ast.Constant(False)
-        if new is not None and node.lineno == node.end_lineno:
-            new = f"({ast.unparse(new)})"
-            found.add((str(path), node.lineno, node.col_offset, node.end_col_offset, new))
-    return found
-
-
-def places_in_cxx(path: Path) -> set[tuple]:
-    """Return the same of a file of csrc/; the first of each kind in a line."""
-    found = set()
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        code = line.split("//")[0]
-        if re.match(r"\s*(#|template|static_assert)|.*[\"\\]", code):
+def places(root: Path, suffix: str) -> dict[tuple, tuple]:
+    """Return a checkout's places in a language by text: (path, first, last, new text)."""
+    by_text = defaultdict(list)
+    for path in sorted(x for room in ("zero8", "csrc") for x in (root / room).rglob("*")):
+        if path.suffix not in (suffix, suffix.replace("cpp", "h")) or path.name in ELSEWHERE:
             continue
-        for old, new in IN_CXX.items():
-            if (at := code.find(old)) >= 0:
-                found.add((str(path), number, at, at + len(old), new))
-        if whole := re.search(r"(?<![\w.])\d+(?![\w.])", code):
-            found.add((str(path), number, *whole.span(), str(int(whole[0]) + 1)))
-    return found
+        source = path.read_text()
+        lines, numbers = source.splitlines(), code(source, suffix)
+        for rule, new in RULES:
+            for match in re.finditer(rule, source):
+                before = source[: match.start()].splitlines()
+                line = lines[len(before) - 1]
+                comment_or_text = re.search(r"#|//", before[-1]) or before[-1].count('"') % 2
+                if len(before) in numbers and not comment_or_text:
+                    text = (line.strip(), len(line) - len(before[-1]), new)
+                    by_text[text].append((path, *match.span(), match.expand(new)))
+    return {text: alike[0] for text, alike in by_text.items() if len(alike) == 1}
 
 
-def draw(count: int, seed: int) -> list[tuple]:
+def draw(count: int, seed: int, beside: Path) -> list[tuple]:
     """Return places, three quarters of them in Python as of the lines."""
-    python = set().union(*map(places_in_python, ROOT.glob("zero8/**/*.py")))
-    sources = {*ROOT.glob("csrc/*.cpp"), *ROOT.glob("csrc/**/*.h")}
-    cxx = set().union(*(places_in_cxx(path) for path in sources if path.name not in ELSEWHERE))
-    rng, of_cxx = random.Random(seed), count // 4
-    return rng.sample(sorted(python), count - of_cxx) + rng.sample(sorted(cxx), of_cxx)
+    rng, drawn = random.Random(seed), []
+    for suffix, share in ((".py", count - count // 4), (".cpp", count // 4)):
+        here = places(ROOT, suffix)
+        texts = rng.sample(sorted(here.keys() & places(beside, suffix).keys()), share)
+        drawn += [here[text] for text in texts]
+    return drawn
 
 
 def passes(file: str, *words: str) -> bool:
     """Return whether a test file passes, or has no test that runs here; words precede pytest's."""
-    command = [sys.executable, *words, "-m", "pytest", "-qxm", SELECTED, file]
+    command = ["timeout", f"{LIMIT_S}", sys.executable, *words, "-m", "pytest", "-qxm", TESTS, file]
     return subprocess.run(command, cwd=ROOT, capture_output=True).returncode in (0, 5)
 
 
-def cover(file: str) -> float:
-    """Run a test file under coverage; return how long it took."""
+def cover(file: str) -> float | None:
+    """Run a test file under coverage; return how long it took, None if it fails as it is."""
     began = time.monotonic()
     passed = passes(file, *COVERAGE[1:], "run", "-p", f"--context={file}", f"--data-file={DATA}")
     print(f"{(seconds := time.monotonic() - began):6.1f} s {file}{'' if passed else ' FAILED'}")
-    return seconds
+    return seconds if passed else None
 
 
-def kill(place: tuple, data: coverage.CoverageData, seconds: dict[str, float]) -> dict:
-    """Break a place and return what it was, and the test file that failed."""
-    path, number, first, last, new = place
-    name, source = str(Path(path).relative_to(ROOT)), Path(path).read_text()
-    lines = source.splitlines(keepends=True)
-    line = lines[number - 1]
-    lines[number - 1] = line[:first] + new + line[last:]
+def kill(place: tuple, data: coverage.CoverageData, seconds: dict) -> bool:
+    """Break a place; print and return whether a test file fails."""
+    path, first, last, new = place
+    name, source = str(path.relative_to(ROOT)), path.read_text()
+    number = source.count("\n", 0, first) + 1
     folder = "tests/cuda/" if "cuda/" in name else "tests/kernel/"
-    files = {file for file in seconds if file.startswith(folder)}
-    if path.endswith(".py"):
-        files = set(data.contexts_by_lineno(name).get(number, ())) & seconds.keys()
-    deadline = time.monotonic() + LIMIT_S
-    in_time = (file for file in sorted(files, key=seconds.get) if time.monotonic() < deadline)
+    ran = set(data.contexts_by_lineno(name).get(number, ())) & seconds.keys()
+    ran |= {x for x in seconds if path.suffix != ".py" and x.startswith(folder)}
+    until = time.monotonic() + LIMIT_S
+    in_time = (x for x in sorted(ran, key=seconds.get) if time.monotonic() < until)
     try:
-        Path(path).write_text("".join(lines))
+        path.write_text(source[:first] + new + source[last:])
         killer = next((file for file in in_time if not passes(file)), None)
     finally:
-        Path(path).write_text(source)
-    row = {"place": f"{name}:{number}", "was": line[first:last], "is": new, "killed_by": killer}
-    print(json.dumps(row), flush=True)
-    return row
+        path.write_text(source)
+    what = {"place": f"{name}:{number}", "was": source[first:last], "is": new, "noticed_by": killer}
+    print(json.dumps(what), flush=True)
+    return killer is not None
 
 
 def main() -> None:
@@ -131,19 +122,21 @@ def main() -> None:
     parser.add_argument("command", choices=["cover", "kill"])
     parser.add_argument("--places", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--beside", type=Path, default=ROOT, help="another checkout")
     chosen = parser.parse_args()
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    if chosen.command == "cover":
-        files = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/*/test_*.py"))]
-        with ThreadPoolExecutor(2) as pool:
-            SECONDS.write_text(json.dumps(dict(zip(files, pool.map(cover, files), strict=True))))
-        for words in (["combine", "-q"], ["report", "--sort=miss"]):
-            subprocess.run([*COVERAGE, *words, f"--data-file={DATA}"], cwd=ROOT, check=True)
-        return
-    data, seconds = coverage.CoverageData(str(DATA)), json.loads(SECONDS.read_text())
-    data.read()
-    rows = [kill(place, data, seconds) for place in draw(chosen.places, chosen.seed)]
-    print(f"{sum(row['killed_by'] is not None for row in rows)} of {len(rows)} places were noticed")
+    DATA.parent.mkdir(exist_ok=True)
+    if chosen.command == "kill":
+        data, seconds = coverage.CoverageData(str(DATA)), json.loads(SECONDS.read_text())
+        data.read()
+        drawn = draw(chosen.places, chosen.seed, chosen.beside)
+        noticed = [kill(place, data, seconds) for place in drawn]
+        return print(f"{sum(noticed)} of {len(noticed)} places were noticed")
+    files = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/*/test_*.py"))]
+    with ThreadPoolExecutor(2) as pool:
+        took = dict(zip(files, pool.map(cover, files), strict=True))
+    SECONDS.write_text(json.dumps({file: took[file] for file in files if took[file]}))
+    for words in (["combine", "-q"], ["report", "--sort=miss"]):
+        subprocess.run([*COVERAGE, *words, f"--data-file={DATA}"], cwd=ROOT, check=True)
 
 
 if __name__ == "__main__":
