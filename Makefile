@@ -159,7 +159,7 @@ test-sanitizers: .venv/.test
 
 fuzz: .venv/.test
 	$(BUILD)
-	PYTHONPATH=.:tests/support $(RUN) tests/checkpoint/test_mutations.py $(or $(CASES),3000) \
+	PYTHONPATH=.:tests/support $(RUN) tests/support/mutations.py $(or $(CASES),3000) \
 	  --first $(or $(FIRST),0)
 
 fuzz-kernel: .venv/.test

@@ -77,14 +77,6 @@ def ours(**entries: object) -> dict:
     return found
 
 
-def laughs() -> list:
-    """Return lists in lists: 10^30 items."""
-    found: list = ["ha"] * 10
-    for _ in range(29):
-        found = [found] * 10
-    return found
-
-
 def in_itself() -> dict:
     found: dict = {}
     found["state"] = found
@@ -97,7 +89,6 @@ FILES = {
         saved({}), {"data.pkl": with_attributes(OrderedDict)}
     ),
     "a dict in itself": lambda: saved(in_itself()),
-    "laughs for a step": lambda: saved(adam(step=laughs())),
     "a step of NaN": lambda: saved(adam(step=NAN)),
     "a step of -1": lambda: saved(adam(step=-1)),
     "moments of other lengths": lambda: saved(adam(exp_avg=torch.ones(255))),
@@ -107,7 +98,6 @@ FILES = {
         ours(param_correction=torch.ones(8, dtype=torch.int8))
     ),
     "history of NaN": lambda: saved(ours(history=NAN)),
-    "history of 71 bits": lambda: saved(ours(history=2**70)),
     "states in a list": lambda: saved({"state": [1], "param_groups": []}),
     "groups without params": lambda: saved(adam() | {"param_groups": [{}]}),
     "no states": lambda: saved({"x": 1}),
@@ -157,12 +147,6 @@ def shaped(*shape: tuple) -> Callable:
     return lambda entries, places: entries.update({KEY: tensor(*shape)})
 
 
-def of_columns(entries: dict, places: dict) -> None:
-    rows = 2**40
-    entries[KEY] = tensor((rows, 2), ((0, 0), (rows, 1)), ((0, 1), (rows, 1)))
-    places[MetadataIndex(KEY, (0, 1))] = places[AT]
-
-
 METADATA = {
     "an attribute of a class": lambda: with_attributes(Metadata),
     "another object": lambda: pickle.dumps({}),
@@ -181,9 +165,5 @@ METADATA = {
         "another shape": shaped((64, 4), ((0, 0), (64, 4))),
         "chunks that overlap": shaped((6, 64), ((0, 0), (4, 64)), ((3, 0), (2, 64))),
         "chunks that are not all": shaped((5, 64), ((0, 0), (4, 64))),
-        "one column of 2^40 rows": of_columns,
-        "a key of 10^6 characters": lambda entries, _: entries.update(
-            {"state." * 170_000: entries[KEY]}
-        ),
     }.items()
 }

@@ -1,47 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """Damages checkpoints, each as a number says, and says what became of loading them.
 
+    python tests/support/mutations.py COUNT --first NUMBER
+
 What is damaged in turn: plain states and those of ZeRO partitions, which an optimizer loads and
 steps on; and checkpoints of every kind, which the readers of `zero8.checkpoint` read and decode.
 """
 
+import argparse
 import copy
 import io
-import json
 import pickletools
 import random
-import resource
-import shutil
 import struct
+import sys
 import tempfile
-import time
 import traceback
 import zipfile
+from collections import Counter
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 from fragments import fragments_in
-from moment_samples import MOMENTS, NUMEL, PIECES, buffers, copies, moment
+from moment_samples import NUMEL, PIECES, buffers, copies, moment
 from nests import difference
 from places import GOLDEN
 
 import zero8
 from zero8.checkpoint.read.open import open_checkpoint
-from zero8.deepspeed import moment_tensor, swap_file
+from zero8.deepspeed import moment_tensor
 from zero8.deepspeed.flat_state import FlatPartition
 from zero8.deepspeed.moment_tensor import BUFFERS, HEADER, MomentTensor
 from zero8.state.table import PieceTable
 
 SHAPES = {"wide": (3, 300), "narrow": (20, 30), "bias": (9,)}
-MAX_SECONDS, MAX_MIB = 2.0, 200
-GOOD = ("refused", "loaded", "refused by torch")
+LOADED, REFUSED, REFUSED_BY_TORCH = "loaded", "refused", "refused by torch"
 """Outcomes that are as promised; all others are defects."""
-
-
-class Wrong(Exception):
-    """What must not happen, by its name."""
 
 
 # --- Optimizers ----------------------------------------------------------------------------------
@@ -90,8 +86,10 @@ def contents_of(optimizer) -> list:
     return [settings, states]
 
 
-def load_and_step(make, state_dict) -> str:
-    """Load a state dict and take steps; return what happened."""
+def load_and_step(make, chance: random.Random) -> str:
+    """Load a state dict that is damaged and take steps; return what happened."""
+    state_dict = copy.deepcopy(saved_state(make))
+    damage_state_dict(state_dict, chance)
     params, optimizer = make()
     take_steps(params, optimizer, 1)
     before = contents_of(optimizer)
@@ -102,15 +100,10 @@ def load_and_step(make, state_dict) -> str:
         if not (is_torchs or isinstance(error, ValueError)):
             raise
         if difference(contents_of(optimizer), before):
-            raise Wrong("changed by a refused load") from error
-        return "refused" if isinstance(error, ValueError) else "refused by torch"
-    try:
-        take_steps(params, optimizer, 3)
-    except Exception as error:
-        raise Wrong(f"step raises {type(error).__name__}: {str(error)[:200]}") from error
-    if not all(p.isfinite().all() for p in params):
-        raise Wrong("weights are not finite")
-    return "loaded"
+            return "changed by a refused load"
+        return REFUSED if isinstance(error, ValueError) else REFUSED_BY_TORCH
+    take_steps(params, optimizer, 3)
+    return LOADED if all(p.isfinite().all() for p in params) else "weights are not finite"
 
 
 # --- Damages of bytes ----------------------------------------------------------------------------
@@ -119,21 +112,19 @@ NUMBERS = (-1, 0, 1, 2, 7, 255, 256, 300, 65535, 2**31 - 1, 2**31, 2**40, 2**62,
 
 
 def damaged(data: bytes, chance: random.Random) -> bytes:
-    """Return bytes with one to four things wrong."""
+    """Return bytes with a flipped bit, another number, or something missing or twice."""
     data = bytearray(data)
-    for _ in range(chance.choice((1, 1, 2, 4))):
-        at, count = chance.randrange(len(data) + 1), chance.choice((1, 8, 512))
-        kind = chance.randrange(6)
-        if kind < 2 and at < len(data):
+    at, count = chance.randrange(len(data)), chance.choice((1, 8, 512))
+    match chance.randrange(5):
+        case 0:
             data[at] ^= 1 << chance.randrange(8)
-        elif kind == 2:
+        case 1:
             data[at : at + 8] = struct.pack("<q", chance.choice(NUMBERS))
-        elif kind == 3:
+        case 2:
             del data[at : at + count]
-        elif kind == 4:
-            begin = chance.randrange(len(data) + 1)
-            data[at:at] = data[begin : begin + count]
-        elif kind == 5:
+        case 3:
+            data[at:at] = data[at : at + count]
+        case 4:
             del data[at:]
     return bytes(data)
 
@@ -159,47 +150,22 @@ def damaged_zip(data: bytes, chance: random.Random) -> bytes:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         records = {info.filename: archive.read(info) for info in archive.infolist()}
     pickle = next(name for name in records if name.endswith("data.pkl"))
-    name = pickle if chance.random() < 0.6 else chance.choice(list(records))
-    change = damaged_pickle if name == pickle and chance.random() < 0.7 else damaged
+    name = pickle if chance.random() < 0.6 else chance.choice([n for n in records if records[n]])
+    change = damaged_pickle if name == pickle else damaged
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
-        for one, content in records.items():
-            archive.writestr(one, change(content, chance) if one == name else content)
-    return file.getvalue()
-
-
-def damaged_swap(data: bytes, chance: random.Random) -> bytes:
-    """Return a file of a state on NVMe that is damaged, and whose hashes are right."""
-    saved = torch.load(io.BytesIO(data), weights_only=True)
-    moment = saved[chance.choice(MOMENTS)]
-    if chance.random() < 0.5:
-        name = chance.choice(BUFFERS)
-        moment[name] = other_tensor(moment[name], chance)
-    else:
-        target = chance.choice([saved, moment[HEADER], *moment[HEADER]["pieces"]])
-        keys = ("step", "history") if target is saved else list(target)
-        target[chance.choice(keys)] = chance.choice([*NUMBERS, 1.5, float("nan"), 2**70, "x", None])
-    hashed_again(moment)
-    saved[swap_file.HASH] = swap_file.hash_of(saved)
-    file = io.BytesIO()
-    torch.save(saved, file)
+        for one, content in (records | {name: change(records[name], chance)}).items():
+            archive.writestr(one, content)
     return file.getvalue()
 
 
 # --- Damages of values ---------------------------------------------------------------------------
 
 EXTREMES = (float("nan"), float("inf"), -float("inf"), -1.0, 0.0, 3e38, -3e38, 1e-45, 1e20, -0.0)
+VALUES = [None, True, *NUMBERS, 1.5, *EXTREMES, 2**70, "x", b"x", [], {}, (), [1], {"a": 1}]
+VALUES += [object(), 1j, torch.zeros(0), torch.ones(3), torch.tensor([1e30])]
+VALUES += [torch.zeros(3, device="meta"), torch.zeros(3).to_sparse()]
 DTYPES = ("float64", "bfloat16", "int8", "int64", "bool", "complex64", "float8_e4m3fn")
-
-
-def any_value(chance):
-    laughs = ["ha"] * 10  # a list that is short, and endless as text
-    for _ in range(40):
-        laughs = [laughs] * 10
-    values = [None, True, *NUMBERS, 1.5, *EXTREMES, 2**70, 10**5000, "x", "9" * 5000, b"x", [], {}]
-    values += [(), [1], {"a": 1}, laughs, object(), 1j, torch.zeros(0), torch.ones(3), range(3)]
-    values += [torch.tensor([1e30]), torch.zeros(3, device="meta"), torch.zeros(3).to_sparse()]
-    return chance.choice(values)
 
 
 def other_tensor(t, chance):
@@ -225,150 +191,113 @@ def other_tensor(t, chance):
     return chance.choice(makes)()
 
 
-def hashed_again(saved: dict) -> dict:
-    """Give a pickled moment the hash of its bytes, if it has any: else nobody looks at values."""
-    with suppress(Exception):
-        saved[HEADER]["hash"] = moment_tensor._hash_of(saved[key] for key in BUFFERS)
-    return saved
-
-
 def other_moment(x, chance):
     """Return a moment that is like another, but for something; one of ZeRO's files, it may be."""
     saved = {HEADER: moment_tensor.moment_description(x.store)}
     saved |= {name: t.clone() for name, t in zip(BUFFERS, buffers(x), strict=True)}
     target = chance.choice([saved, saved[HEADER], *saved[HEADER]["pieces"]])
     key = chance.choice([*BUFFERS] if target is saved else [*target])
-    target[key] = other_tensor(target[key], chance) if target is saved else any_value(chance)
-    others = [x[: chance.randrange(NUMEL)], x.dense(), moment("dynamic"), hashed_again(saved)]
-    return chance.choice(others)
+    target[key] = other_tensor(target[key], chance) if target is saved else chance.choice(VALUES)
+    with suppress(Exception):  # with a hash that is right: else nobody looks at values
+        saved[HEADER]["hash"] = moment_tensor._hash_of(saved[key] for key in BUFFERS)
+    return chance.choice([x[: chance.randrange(NUMEL)], x.dense(), moment("dynamic"), saved])
 
 
 def damage_state_dict(saved: dict, chance: random.Random) -> None:
     states, group = saved["state"], saved["param_groups"][0]
-    kind = chance.random()
-    if kind < 0.1:
-        key = chance.choice(list(group))
-        value = any_value(chance)
-        is_huge = isinstance(value, int | float) and value > 100  # legal, and absurd
-        group[key] = group["params"][:-1] if key == "params" else 0.5 if is_huge else value
-    elif kind < 0.2:
-        states[chance.choice([*states, 99, "x"])] = any_value(chance)
-    else:
-        entries = chance.choice(list(states.values()))
-        key = chance.choice([*entries, "exp_avg", "param_correction"])
-        value = entries.get(key)
-        if kind < 0.3:
+    entries = chance.choice(list(states.values()))
+    key = chance.choice([*entries, "exp_avg", "param_correction"])
+    value, other = entries.get(key), chance.choice(VALUES)
+    match chance.randrange(10):
+        case 0:
+            setting = chance.choice(list(group))
+            is_huge = isinstance(other, int | float) and other > 100  # legal, and absurd
+            group[setting] = group["params"][:-1] if setting == "params" or is_huge else other
+        case 1:
+            states[chance.choice([*states, 99, "x"])] = other
+        case 2:
             entries.pop(key, None)
-        elif kind < 0.4:
+        case 3:
             entries[key] = chance.choice(list(states.values())).get(key)
-        elif isinstance(value, MomentTensor):
+        case _ if isinstance(value, MomentTensor):
             entries[key] = other_moment(value, chance)
-        elif isinstance(value, torch.Tensor):
+        case _ if isinstance(value, torch.Tensor):
             entries[key] = other_tensor(value, chance)
-        else:
-            entries[key] = any_value(chance)
+        case _:
+            entries[key] = other
 
 
 # --- The subjects --------------------------------------------------------------------------------
 
 
-def optimizer_dict(make):
-    def case(chance, folder):
-        saved = copy.deepcopy(saved_state(make))
-        damage_state_dict(saved, chance)
-        return load_and_step(make, saved)
-
-    return case
-
-
-def decoded(path: Path) -> str:
-    """Read a checkpoint; return what happened."""
-    try:
-        source = open_checkpoint(path)
-        source.facts()
-        for fragment in fragments_in(source):
-            for store in fragment.stores:
-                store.check_values()
-                if not store.read(0, store.table.numel).isfinite().all():
-                    raise Wrong("decodes to what is not finite")
-        source.groups()
-    except (ValueError, OSError) as error:
-        if not any(text in str(error) for text in (str(path), "the checkpoint is damaged")):
-            raise Wrong(f"no file in the message: {error}") from error
-        return "refused"
-    return "loaded"
-
-
-@cache
-def contents(name: str) -> dict[str, bytes]:
-    """Return the files of a golden checkpoint, {"": bytes} of a single one."""
-    path = GOLDEN / name
-    files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.is_file())
-    return {"" if f == path else str(f.relative_to(path)): f.read_bytes() for f in files}
-
-
-def reader(name: str, victims: str = ""):
-    def case(chance, folder):
-        files, kind = dict(contents(name)), chance.random()
-        victim = chance.choice([key for key in files if victims in key])
-        change = damaged
-        if victim.endswith(".swp") and kind < 0.8:
-            change = damaged_swap
-        elif victim == ".metadata" and kind < 0.6:
-            change = damaged_pickle
-        elif files[victim][:2] == b"PK" and "distcp" not in victim and kind < 0.7:
-            change = damaged_zip
-        files[victim] = change(files[victim], chance)
+def read(name: str, chance: random.Random) -> str:
+    """Read and decode a golden checkpoint, one of whose files is damaged; return what happened."""
+    with tempfile.TemporaryDirectory(prefix="zero8-mutations-") as folder:
         path = Path(folder, "checkpoint")
-        for key, content in files.items():
-            target = path / key if key else path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
-        return decoded(path)
+        for file, content in damaged_files(name, chance).items():
+            (path / file).parent.mkdir(parents=True, exist_ok=True)
+            (path / file).write_bytes(content)
+        try:
+            source = open_checkpoint(path)
+            source.facts()
+            for fragment in fragments_in(source):
+                for store in fragment.stores:
+                    store.check_values()
+                    if not store.read(0, store.table.numel).isfinite().all():
+                        return "decodes to what is not finite"
+            source.groups()
+        except (ValueError, OSError) as error:
+            is_named = any(x in str(error) for x in (str(path), "the checkpoint is damaged"))
+            return REFUSED if is_named else f"no file in the message: {error}"
+        return LOADED
 
-    return case
+
+def damaged_files(name: str, chance: random.Random) -> dict[str, bytes]:
+    """Return the files of a golden checkpoint by path, "" of a single one."""
+    root = GOLDEN / name
+    paths = [root] if root.is_file() else sorted(path for path in root.rglob("*") if path.is_file())
+    files = {str(p.relative_to(root)) if p != root else "": p.read_bytes() for p in paths}
+    victim = chance.choice(list(files))
+    change = damaged
+    if victim == ".metadata" and chance.random() < 0.6:
+        change = damaged_pickle
+    elif files[victim][:2] == b"PK" and "distcp" not in victim and chance.random() < 0.7:
+        change = damaged_zip
+    return files | {victim: change(files[victim], chance)}
 
 
 SUBJECTS = {
-    "plain dict": optimizer_dict(plain_optimizer),
-    "ZeRO dict": optimizer_dict(zero_optimizer),
-    "read plain": reader("plain_checkpoint.pt"),
-    "read ZeRO-2": reader("zero2_checkpoint"),
-    "read ZeRO-3": reader("zero3_checkpoint"),
-    "read NVMe": reader("zero3_checkpoint", ".swp"),
-    "read DCP": reader("dcp_checkpoint"),
+    "plain dict": partial(load_and_step, plain_optimizer),
+    "ZeRO dict": partial(load_and_step, zero_optimizer),
+    "read plain": partial(read, "plain_checkpoint.pt"),
+    "read ZeRO-2": partial(read, "zero2_checkpoint"),
+    "read ZeRO-3 and NVMe": partial(read, "zero3_checkpoint"),
+    "read DCP": partial(read, "dcp_checkpoint"),
 }
 
 
-def outcome(number: int, is_raised: bool = False) -> tuple[str, str]:
-    """Return subject and outcome of a case, or let what goes wrong through."""
-    subject = list(SUBJECTS)[number % len(SUBJECTS)]
-    begin, mib = time.process_time(), _peak_mib()
-    folder = tempfile.mkdtemp(prefix="zero8-mutations-")
-    try:
-        result = SUBJECTS[subject](random.Random(number), folder)
-    except Exception as error:
-        if is_raised:
-            raise
-        result = f"{type(error).__name__}: {error}"
-    finally:
-        shutil.rmtree(folder)
-    if (seconds := time.process_time() - begin) > MAX_SECONDS:
-        result = f"took {seconds:.1f} s: {result}"
-    if (taken := _peak_mib() - mib) > MAX_MIB:
-        result = f"took {taken} MiB: {result}"
-    return subject, result[:300]
-
-
-def _peak_mib() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-
-
-def work(numbers: range) -> None:
-    """Print a line of JSON before and after each case: its number, and what became of it."""
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("count", type=int)
+    parser.add_argument("--first", type=int, default=0)
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    for make in (plain_optimizer, zero_optimizer):  # loads the op, which is nobody's case
-        load_and_step(make, saved_state(make))
-    for number in numbers:
-        print(json.dumps([number]), flush=True)
-        print(json.dumps([number, *outcome(number)]), flush=True)
+    counts, wrong = Counter(), 0
+    for number in range(given.first, given.first + given.count):
+        subject = list(SUBJECTS)[number % len(SUBJECTS)]
+        print(f"case {number}: {subject}", end=": ", flush=True)  # a process may die
+        try:
+            outcome = SUBJECTS[subject](random.Random(number))
+        except Exception:
+            outcome = traceback.format_exc()
+        print(outcome)
+        counts[subject, outcome] += 1
+        wrong += outcome not in (LOADED, REFUSED, REFUSED_BY_TORCH)
+    # Loads that never succeed would prove nothing, nor would ones that always do.
+    missing = [(s, what) for s in SUBJECTS for what in (LOADED, REFUSED) if not counts[s, what]]
+    print(f"{given.count} cases, {wrong} wrong; none of {missing}", file=sys.stderr)
+    return wrong or len(missing)
+
+
+if __name__ == "__main__":
+    sys.exit(main() > 0)

@@ -21,8 +21,6 @@ import torch
 from torch import Tensor
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-MAX_DEPTH = 64
-"""The largest depth of nested folders; `os.walk` and `shutil.rmtree` recurse."""
 # Without O_NONBLOCK, opening a pipe would block.
 _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -101,8 +99,6 @@ def paths_of(folder: Path) -> Iterator[str]:
     pending = [""]
     while pending:
         inner = pending.pop()
-        if inner.count("/") >= MAX_DEPTH:
-            raise ValueError(f"{folder}: got folders nested {MAX_DEPTH} deep, expected fewer")
         with os.scandir(Path(folder, inner)) as entries:
             found = sorted(entries, key=lambda entry: entry.name)
         folders = [entry.name for entry in found if entry.is_dir(follow_symlinks=False)]

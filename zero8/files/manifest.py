@@ -10,6 +10,7 @@ file outside the folder is read, and no link in it is followed.
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import xxhash
 
 from zero8.files.atomic import TEMPORARY, write_atomically
-from zero8.files.inside import MAX_DEPTH, leads_out, opened, paths_of, read_at_most, size_bytes_of
+from zero8.files.inside import leads_out, opened, paths_of, read_at_most, size_bytes_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -33,10 +34,7 @@ MARKER = "zero8_incomplete"
 
 FORMAT_VERSION = 1
 LIMIT_BYTES = 64 << 20
-LARGEST_SEQUENCE = 2**53
-"""The largest valid sequence number."""
 _HASH = re.compile(r"[0-9a-f]{32}")
-_LARGEST = 2**63 - 1
 CHUNK_BYTES = 4 << 20
 """How much of a file is in memory while it is hashed."""
 
@@ -120,7 +118,7 @@ class Manifest:
         return manifest
 
     def _check_values(self) -> None:
-        _check_integer("sequence", self.sequence, 1, LARGEST_SEQUENCE)
+        _check_integer("sequence", self.sequence, 1)
         _check_integer("world_size", self.world_size, 0)
         for file in self.files:
             _check_path(file.path)
@@ -251,11 +249,11 @@ def _check_path(path: object) -> None:
     if not isinstance(path, str) or not 0 < len(path) <= 4096 or not path.isprintable():
         raise ValueError(f"damaged, got path {str(path)[:80]!r}")
     is_path = not leads_out(path) and PurePosixPath(path).as_posix() == path
-    if not is_path or path.count("/") > MAX_DEPTH or path in (MANIFEST, MARKER):
+    if not is_path or path in (MANIFEST, MARKER):
         raise ValueError(f"got path {path[:80]!r}, expected one inside the folder")
 
 
-def _check_integer(name: str, value: object, smallest: int, largest: int = _LARGEST) -> None:
+def _check_integer(name: str, value: object, smallest: int, largest: float = math.inf) -> None:
     if type(value) is not int or not smallest <= value <= largest:
         raise ValueError(
             f"damaged, got {name} {str(value)[:80]}, expected one from {smallest} to {largest}"

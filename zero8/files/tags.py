@@ -24,7 +24,6 @@ from zero8.environment import flock
 from zero8.files.atomic import sync_folder, write_atomically
 from zero8.files.inside import is_folder, leads_out, opened, read_at_most, remove
 from zero8.files.manifest import (
-    LARGEST_SEQUENCE,
     MANIFEST,
     MARKER,
     Damage,
@@ -66,7 +65,7 @@ def tag_at(folder: Path) -> Tag:
     except (OSError, ValueError) as error:
         return Tag(folder.name, DAMAGED, 0, str(error))
     sequence = _marker(folder).get("sequence")
-    if not (type(sequence) is int and 0 <= sequence <= LARGEST_SEQUENCE):
+    if not (type(sequence) is int and sequence >= 0):
         sequence = 0  # it only orders tags
     return Tag(folder.name, INCOMPLETE, sequence)
 
@@ -88,14 +87,8 @@ def whole_tags(folder: Path) -> list[Tag]:
 
 
 def next_sequence(folder: Path) -> int:
-    """Return the sequence number for the next tag; raise ValueError if a tag has the largest."""
-    tags = tags_in(folder)
-    if tags and tags[-1].sequence == LARGEST_SEQUENCE:
-        raise ValueError(
-            f"{Path(folder, tags[-1].name)}: got sequence {LARGEST_SEQUENCE}, the largest; delete "
-            "this tag, or save into another folder"
-        )
-    return 1 + (tags[-1].sequence if tags else 0)
+    """Return the sequence number for the next tag."""
+    return 1 + max((tag.sequence for tag in tags_in(folder)), default=0)
 
 
 def begin(
@@ -292,8 +285,6 @@ def _make_incomplete(folder: Path, sequence: int, note: str) -> None:
 
 
 def _delete(folder: Path, sequence: int) -> None:
-    for _ in paths_in(folder):  # raises before anything is deleted, if folders are too deep
-        pass
     _make_incomplete(folder, sequence, "is being deleted")
     for path in folder.iterdir():
         if path.name != MARKER:
