@@ -2,13 +2,11 @@
 """Files that nobody's `save` writes: calls in pickles, states and places that do not fit."""
 
 import io
-import os
 import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -128,15 +126,6 @@ def metadata(change: Callable = lambda entries, places: None) -> bytes:
     places[MetadataIndex(step)] = _StorageInfo("step.distcp", 0, len(STEP))
     change(entries, places)
     return pickle.dumps(Metadata(entries, storage_data=places))
-
-
-def dcp_folder(folder: Path, content: bytes) -> Path:
-    """Make a folder of a whole checkpoint but for its metadata."""
-    folder.mkdir(parents=True)
-    for name, data in ((".metadata", content), ("__0_0.distcp", CHUNK), ("step.distcp", STEP)):
-        (folder / name).write_bytes(data)
-    os.mkfifo(folder / "pipe")
-    return folder
 
 
 def placed(**changes: object) -> Callable:
