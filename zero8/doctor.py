@@ -5,7 +5,6 @@ import argparse
 import importlib
 import importlib.metadata as metadata
 import os
-import pkgutil
 import platform
 from pathlib import Path
 
@@ -17,27 +16,6 @@ from zero8.environment.versions import TESTED
 from zero8.op import build, cuda, cuda_compile, kernel
 from zero8.op.threads import step_threads
 from zero8.optimizer.elementwise import Adam8bitBlockwise
-
-TORCH_NAMES = {
-    "torch._compile._disable_dynamo": "keeps steps out of compiled graphs",
-    "torch._C._disabled_torch_function_impl": "keeps moments from being wrapped",
-    "torch._C.DisableTorchFunctionSubclass": "has buffers act as plain tensors",
-    "torch._C._set_throw_on_mutable_data_ptr": "keeps moments' addresses secret",
-    "torch._C._DisableAutocast": "keeps the arithmetic of steps out of autocast",
-    "torch.Tensor._make_wrapper_subclass": "makes the tensors of moments",
-    "torch.optim.optimizer._global_optimizer_pre_hooks": "notices hooks of all steps",
-    "torch.optim.optimizer._global_optimizer_post_hooks": "notices hooks of all steps",
-    "torch.optim.Optimizer._process_value_according_to_param_policy": "casts entries of other code",
-    "torch.utils._pytree.tree_map_only": "finds moments among arguments",
-    "torch.utils._pytree.tree_leaves": "finds tensors among results",
-    "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "recognizes tensors of others",
-    "torch.distributed.tensor._dtensor_spec.DTensorSpec": "makes the DTensors of states",
-    "torch.distributed.tensor._dtensor_spec.TensorMeta": "makes the DTensors of states",
-    "torch.distributed.tensor.placement_types._StridedShard": "recognizes shards with gaps",
-    "torch.distributed.tensor.placement_types.Shard._split_tensor": "computes a rank's rows",
-    "torch.distributed.ProcessGroup._device_types": "chooses a reduction's device",
-}
-"""What zero8 does with each private name of torch, which may change in any release."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +39,6 @@ def examine() -> dict:
     for name, part in (
         ("deepspeed", _deepspeed),  # whose absence the next one knows
         ("versions", _versions),
-        ("torch_names", _torch_names),
         ("build_tools", _build_tools),
         ("op", _op),
         ("cuda_kernel", _cuda_kernel),
@@ -100,22 +77,6 @@ def _versions(report: dict) -> dict:
             report["warnings"] += [f"{name} {installed} is untested: {expected}"] * (not fits)
         report["lines"].append((name, text))
     return versions
-
-
-def _torch_names(report: dict) -> dict:
-    """Return how many private names of torch zero8 uses, and which this torch lacks."""
-    missing, torch = [n for n in TORCH_NAMES if not _is_there(n)], metadata.version("torch")
-    lacks = f"torch {torch} has no {{}}, with which zero8 {{}}"
-    report["warnings"] += [lacks.format(name, TORCH_NAMES[name]) for name in missing]
-    return {"used": len(TORCH_NAMES), "missing": missing}
-
-
-def _is_there(name: str) -> bool:
-    try:
-        pkgutil.resolve_name(name)
-    except (ImportError, AttributeError):
-        return False
-    return True
 
 
 def _build_tools(report: dict) -> dict:

@@ -103,5 +103,4 @@ def test_wheel_without_compiler_steps_with_its_binary_on_the_threads_of_torch(ve
         found = json.loads(line)
         assert Path(found["op"]).is_relative_to(venv), line
         assert (found["has_threads"], found["runtimes"]) == (True, 1), line
-        print(line)
     assert list(tmp_path.iterdir()) == []

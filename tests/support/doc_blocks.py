@@ -11,28 +11,19 @@ import re
 import sys
 import sysconfig
 import textwrap
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import processes
 from places import ROOT
 
-PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^ *```\w*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 SESSION = re.compile(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced block.
-
-    Attributes:
-        page: the path of the page in the repository.
-        language: as the fence names it, "" if it does not.
-        text: what is between the fences, as far left as it goes.
-    """
+class Block(NamedTuple):
+    """A fenced block of a page: what is between the fences, as far left as it goes."""
 
     page: str
-    language: str
     text: str
 
     @property
@@ -46,16 +37,11 @@ class Block:
         return SESSION.findall(self.text)
 
 
-def blocks_of(page: str) -> list[Block]:
-    """Return all blocks of a page."""
-    found = FENCE.findall((ROOT / page).read_text())
-    return [Block(page, language, textwrap.dedent(text)) for language, text in found]
-
-
 def block_with(page: str, phrase: str) -> Block:
     """Return the only block of a page that has a phrase."""
-    (block,) = [block for block in blocks_of(page) if phrase in block.text]
-    return block
+    texts = map(textwrap.dedent, FENCE.findall((ROOT / page).read_text()))
+    (text,) = [text for text in texts if phrase in text]
+    return Block(page, text)
 
 
 def blocks_shown(node) -> list[Block]:

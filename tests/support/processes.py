@@ -65,15 +65,6 @@ def run(command, seconds=120, **env):
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def unoptimized_compiler(folder):
-    """Put a c++ into a new folder that does not optimize, which saves time; return the folder."""
-    folder.mkdir()
-    script = folder / "c++"
-    script.write_text(f'#!/bin/sh\nexec {shutil.which("c++")} "$@" -O0\n')
-    script.chmod(0o755)
-    return folder
-
-
 def compiler_in(folder: Path, options: str = "") -> dict[str, str | None]:
     """Make a c++ that notes its command lines in folder/log; return the environment for it.
 
