@@ -15,13 +15,6 @@ LARGEST = 4096 * 4096
 MOMENTS = NUMEL * 2 + NUMEL // 256 * 12
 # Master weights, 16-bit weights on their way, and the largest gradient.
 OTHERS = NUMEL * (4 + 2) + 2 * LARGEST
-GPU = 2 * NUMEL + 2 * 500_000_000 + 2 * LARGEST
-
-
-def test_need_is_the_sum_of_what_a_host_and_a_gpu_keep():
-    fp32_adam, zero8 = needs(MODEL, Setup())
-    assert fp32_adam == Memory(OTHERS + (4 + 8) * NUMEL, GPU)
-    assert zero8 == Memory(OTHERS + 2 * NUMEL + MOMENTS, GPU)
 
 
 def test_need_of_a_host_is_that_of_all_its_ranks():

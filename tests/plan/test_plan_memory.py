@@ -12,7 +12,7 @@ from zero8.plan.memory import rows_of, total
 from zero8.plan.model import Model
 from zero8.plan.setup import HOST, NVME, Setup, with_deepspeed_config
 from zero8.plan.share import share_of
-from zero8.state.policy import Policy
+from zero8.spec.codec import CODECS
 
 BF16_MASTERS = {"bf16_master_weights_and_grads": True}
 # Stage, offload, section of bf16, optimizer, accumulation steps, weight_correction_bits, offload of
@@ -115,16 +115,22 @@ def test_plan_of_int8_weights_counts_a_byte_and_a_scale_per_row_of_linear_layers
     assert int8 == plain
 
 
-@pytest.mark.parametrize("options", [{}, {"codec": "dynamic", "block_size": 64}])
-def test_plan_of_one_process_is_exactly_what_the_optimizer_holds(options):
-    module = Stack()
-    optimizer = zero8.Adam8bitBlockwise(module.parameters(), **options)
+OPTIMIZERS = [("Adam", {"codec": codec, "block_size": 128}) for codec in CODECS]
+OPTIMIZERS += [("Adam", {}), ("Lion", {}), ("SGD", {"momentum": 0.9}), ("AdEMAMix", {})]
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
+def test_plan_of_one_process_is_exactly_what_the_optimizer_holds(name, options):
+    module, kind = Stack(), f"{name}8bitBlockwise"
+    optimizer = getattr(zero8, kind)(module.parameters(), **options)
     module(torch.zeros(1, 1, dtype=torch.int64)).backward()
     optimizer.step()
     held = sum(row.state_bytes for row in optimizer.memory_report().rows)
-    policy = Policy(block_size=options.get("block_size", 256))
-    setup = Setup(stage=0, offload="none", policy=policy, codec=options.get("codec", "log"))
-    assert share_of(model_of(module), setup).zero8_bytes == held
+    config = {"optimizer": {"type": kind, "params": options}, "zero_optimization": {"stage": 0}}
+    share = share_of(model_of(module), with_deepspeed_config(Setup(), config))
+    assert share.zero8_bytes == held
+    moments = len(optimizer.algorithm.moment_names)
+    assert share.fp32_bytes == 4 * moments * model_of(module).numel
 
 
 def test_plan_of_nvme_has_masters_gradients_and_moments_there():
