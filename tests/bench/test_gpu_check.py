@@ -40,24 +40,6 @@ def test_gpu_check_goes_on_after_a_failure_and_ends_with_status_1(check):
     assert rows[0]["reason"] == "exit status 7: what went wrong"
 
 
-TEST_FILES = {
-    "passed": ("def test_one(): pass", 0),
-    "skipped": ("import pytest\ndef test_one(): pass\ndef test_two(): pytest.skip('no')", 3),
-    "failed": ("def test_one(): assert False", 1),
-    "none": ("", 1),
-}
-
-
-@pytest.mark.parametrize(("code", "expected"), TEST_FILES.values(), ids=TEST_FILES)
-def test_gpu_check_tests_pass_if_some_have_run_and_none_was_skipped(
-    check, tmp_path, code, expected
-):
-    path = tmp_path / "test_some.py"
-    path.write_text(code)
-    command = [sys.executable, "-m", "pytest", "-q", f"--rootdir={tmp_path}", str(path)]
-    assert check(Part("tests", command, 60))[0] == expected
-
-
 # --- The command ---------------------------------------------------------------------------------
 
 

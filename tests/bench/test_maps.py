@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison of maps: the paper's values, pairs of codes, and the whole."""
+"""The comparison of maps: the paper's values, and the whole."""
 
 import json
 import sys
@@ -12,44 +12,19 @@ import torch
 from benchmarks import low_bit
 from benchmarks.fidelity.text import TextTask
 from benchmarks.maps import __main__ as command
-from benchmarks.maps.coded import adam_update
-from benchmarks.maps.codes import GRAINS, NAMES, code_of, quantile
-from benchmarks.maps.once import PairTally, add_moments
+from benchmarks.maps.codes import GRAINS, NAMES, quantile
 from examples.gpt.model import GPTConfig
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-BETAS = (0.9, 0.999)
-
-
-def moments(rows=8):
-    generator = torch.Generator().manual_seed(0)
-    m = torch.randn(rows, 256, generator=generator)
-    v = torch.randn(rows, 256, generator=generator).square() + 0.1
-    return m, v
-
 
 @pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
 def test_quantile_map_is_the_midpoints_of_numpys_quantiles(signed):
-    x = moments()[0 if signed else 1]
+    x = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
+    x = x if signed else x.square() + 0.1
     edges = [np.quantile(x.double().numpy(), i / 257) for i in range(257)]
     expected = [(low + high) / 2 for low, high in zip(edges[:-1], edges[1:], strict=True)]
     assert quantile(x, signed).tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
-
-
-def test_tally_of_a_code_has_the_errors_of_its_updates():
-    m, v = moments()
-    tally, code = PairTally(), code_of("dynamic", "block")
-    add_moments(tally, code, (m, v), 10, BETAS)
-    exact = adam_update(m, v, 10, BETAS)
-    error = adam_update(*code.decode(code.encode(m, v, 10)), 10, BETAS) - exact
-    row = tally.row()
-    assert tally.count.sum() == m.numel() and row["pairs_used"] == (tally.count > 0).sum()
-    assert row["mean_absolute_error"] == pytest.approx(error.abs().mean().item(), rel=1e-5)
-    rms = (error.square().sum() / exact.square().sum()).sqrt().item()
-    assert row["rms_update_error"] == pytest.approx(rms, rel=1e-5)
-    share, absolute, _ = tally.by_first_moment()
-    assert share.sum() == pytest.approx(1) and absolute.isnan().any()
 
 
 @pytest.mark.slow
