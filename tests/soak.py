@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Disturbs trainings at random, resumes them, and compares them with undisturbed ones.
+"""Kills trainings at random, resumes them, and compares them with undisturbed ones.
 
     make soak KILLS=100 SEED=0
 
@@ -12,15 +12,12 @@ went wrong.
 import argparse
 import json
 import random
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 import psutil
@@ -29,219 +26,105 @@ from zero8.files.tags import complete_tags, verify
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIMIZER = "Adam8bitBlockwise"
+MODES = ("zero2_offload.json", "zero3_nvme.json", "fsdp2_offload.toml")
 STEPS, EVERY = 40, 2
-MOST_WITHOUT_PROGRESS = 12  # kills
 JOB_SECONDS = 300  # a job that lasts longer hangs
 LATEST_S = 6.0  # after the ranks have begun to train, that kills come
 
-Processes = list[psutil.Process]
+
+def checkpoints(folder: Path) -> Path:
+    return folder / "out" / f"{OPTIMIZER}.checkpoint"
 
 
-# --- What is disturbed ---------------------------------------------------------------------------
+def config_in(folder: Path, mode: str) -> Path:
+    """Return a config, of ZeRO-3 with a swap folder of its own."""
+    path = ROOT / "configs" / mode
+    if "nvme" not in mode:
+        return path
+    config = json.loads(path.read_text())
+    config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(folder / "swap")
+    (folder / mode).write_text(json.dumps(config))
+    return folder / mode
 
 
-class Training:
-    """A training in a folder of its own, started again until it is through."""
-
-    def __init__(self, mode: str, folder: Path):
-        self.mode, self.folder = mode, folder
-        folder.mkdir()
-        self.checkpoints = folder / "out" / f"{OPTIMIZER}.checkpoint"
-        self.log = folder / "log"
-        self.seen: list[str] = []  # the newest complete tag after each kill
-
-    def command(self) -> list[str]:
-        ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        settings = ["--steps", STEPS, "--save-every", EVERY, "--data", ROOT / "zero8" / "spec"]
-        out = ["--out", self.folder / "out", "--resume"]
-        words = ["--nproc-per-node", 2, "-m", "examples.gpt", *settings, *out, *self._engine()]
-        return ranks + [str(word) for word in words]
-
-    def _engine(self) -> list:
-        if self.mode == "fsdp2":
-            return ["--config", ROOT / "configs" / "fsdp2_offload.toml"]
-        config = json.loads((ROOT / "configs" / f"{self.mode}.json").read_text())
-        offload = config["zero_optimization"]["offload_optimizer"]
-        if "nvme_path" in offload:
-            offload["nvme_path"] = str(self.folder / "swap")
-        path = self.folder / "config.json"
-        path.write_text(json.dumps(config))
-        return ["--config", path]
-
-    def start(self) -> subprocess.Popen:
-        with open(self.log, "w") as file:
-            return subprocess.Popen(
-                self.command(), cwd=ROOT, stdout=file, stderr=file, start_new_session=True
-            )
-
-    def check_tags(self) -> None:
-        """Raise ValueError unless whatever looks complete is, and there is more now and then."""
-        tags = complete_tags(self.checkpoints) if self.checkpoints.exists() else []
-        for tag in tags:
-            verify(self.checkpoints / tag.name)
-        self.seen.append(tags[-1].name if tags else "nothing")
-        last = self.seen[-MOST_WITHOUT_PROGRESS:]
-        if len(last) == MOST_WITHOUT_PROGRESS and len(set(last)) == 1:
-            raise ValueError(f"does not get on from {self.seen[-1]}: {self.log.read_text()}")
-
-    def progress(self) -> str:
-        return f"has {self.seen[-1]}"
-
-    def loss(self) -> float | None:
-        """Return the loss at the end, None if it was killed between the last save and that."""
-        path = self.folder / "out" / f"{OPTIMIZER}.json"
-        return json.loads(path.read_text())["val_loss"] if path.exists() else None
-
-    def last_tag(self) -> Path:
-        return self.checkpoints / complete_tags(self.checkpoints)[-1].name
+@contextmanager
+def job_in(folder: Path, mode: str):
+    """Start two ranks that go on from the newest checkpoint, in the end of the block kill them."""
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", 2, "-m", "examples.gpt", "--steps", STEPS, "--resume"]
+    command += ["--save-every", EVERY, "--data", ROOT / "zero8" / "spec", "--out", folder / "out"]
+    command += ["--config", config_in(folder, mode)]
+    with open(folder / "log", "w") as log:
+        job = subprocess.Popen([str(word) for word in command], cwd=ROOT, stdout=log, stderr=log)
+    try:
+        yield job
+    finally:
+        kill(processes_of(job))
+        job.wait(30)
 
 
-def ranks_of(job: subprocess.Popen) -> Processes:
+def processes_of(job: subprocess.Popen) -> list[psutil.Process]:
     with suppress(psutil.NoSuchProcess):
-        everyone = psutil.Process(job.pid).children(recursive=True)
-        return [p for p in everyone if p.is_running() and "examples.gpt" in p.cmdline()]
+        launcher = psutil.Process(job.pid)
+        return [launcher, *launcher.children(recursive=True)]
     return []
 
 
-def end(job: subprocess.Popen) -> None:
-    """Kill a job with all that it has started, at once, as a power cut does."""
-    started: Processes = []
+def is_rank(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
-        started = psutil.Process(job.pid).children(recursive=True)
-    job.kill()
-    for process in started:
+        return "examples.gpt" in process.cmdline()
+    return False
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(started, timeout=30)
-    job.wait(30)
 
 
-# --- How -----------------------------------------------------------------------------------------
-
-
-def kill_rank(training: Training, job: subprocess.Popen, chance: random.Random) -> None:
-    time.sleep(chance.uniform(0, LATEST_S))
-    _kill_one(job, chance)
-
-
-def kill_rank_in_a_save(training: Training, job: subprocess.Popen, chance: random.Random) -> None:
-    """Wait for a tag that is new, and so not complete yet."""
-    known = _tags(training)
+def wait_until_ranks_train(job: subprocess.Popen, log: Path) -> None:
     deadline = time.monotonic() + JOB_SECONDS
-    while job.poll() is None and _tags(training) <= known and time.monotonic() < deadline:
-        time.sleep(0.002)
-    time.sleep(chance.choice([0.0, 0.01, 0.05, 0.1]))
-    _kill_one(job, chance)
+    while job.poll() is None and "go on from" not in log.read_text():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"has not begun within {JOB_SECONDS} s: {log.read_text()}")
+        time.sleep(0.05)
 
 
-def cut_power(training: Training, job: subprocess.Popen, chance: random.Random) -> None:
-    time.sleep(chance.uniform(0, LATEST_S))
-    end(job)
+def disturbed(folder: Path, mode: str, chance: random.Random) -> bool:
+    """Run a job, and kill a rank of it or all at once; return whether it was through before."""
+    log = folder / "log"
+    with job_in(folder, mode) as job:
+        wait_until_ranks_train(job, log)
+        if chance.random() < 0.5:  # in a save: a tag that is new is not complete yet
+            known = set(checkpoints(folder).glob("*"))
+            while job.poll() is None and set(checkpoints(folder).glob("*")) <= known:
+                time.sleep(0.002)
+            time.sleep(chance.choice([0.0, 0.01, 0.05, 0.1]))
+        else:
+            time.sleep(chance.uniform(0, LATEST_S))
+        launcher, *others = processes_of(job) or [None]
+        victims = [process for process in others if is_rank(process)]
+        kill([chance.choice(victims)] if victims and chance.random() < 0.5 else others)
+        status = job.wait(JOB_SECONDS)
+    for tag in complete_tags(checkpoints(folder)) if checkpoints(folder).exists() else []:
+        verify(checkpoints(folder) / tag.name)
+    if status and "go on from" not in log.read_text():
+        raise RuntimeError(f"fails by itself: {log.read_text()}")
+    return status == 0
 
 
-def interrupt(training: Training, job: subprocess.Popen, chance: random.Random) -> None:
-    time.sleep(chance.uniform(0, LATEST_S))
-    job.send_signal(chance.choice([signal.SIGINT, signal.SIGTERM]))
-
-
-def _kill_one(job: subprocess.Popen, chance: random.Random) -> None:
-    if ranks := ranks_of(job):
-        with suppress(psutil.NoSuchProcess):
-            chance.choice(ranks).kill()
-
-
-def _tags(training: Training) -> set[str]:
-    return {path.name for path in training.checkpoints.glob("*step*")}
-
-
-WAYS: dict[str, Callable] = {
-    "a rank": kill_rank,
-    "a rank in a save": kill_rank_in_a_save,
-    "all at once": cut_power,
-    "signal": interrupt,
-}
-MODES = ("zero2_offload", "zero3_nvme", "fsdp2")
-
-
-def disturbed_once(training: Training, chance: random.Random) -> str | None:
-    """Run a job and disturb it; return how, or None if it was through before.
-
-    Raises:
-        RuntimeError: if the job hangs, or fails by itself.
-    """
-    way = chance.choice(list(WAYS))
-    job, log = training.start(), training.log
-    try:
-        deadline = time.monotonic() + JOB_SECONDS
-        while "go on from" not in log.read_text() and job.poll() is None:
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"has not begun within {JOB_SECONDS} s: {log.read_text()}")
-            time.sleep(0.05)
-        if job.poll() is None:
-            WAYS[way](training, job, chance)
-        try:
-            status = job.wait(JOB_SECONDS)
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"did not end after {way}: {log.read_text()}") from None
-    finally:
-        end(job)
-    training.check_tags()
-    if status == 0:
-        return None
-    said = log.read_text()
-    if "go on from" not in said:
-        raise RuntimeError(f"fails by itself: {said}")
-    return way
-
-
-# --- The whole -----------------------------------------------------------------------------------
-
-
-def undisturbed(mode: str, folder: Path) -> Training:
-    training = Training(mode, folder)
-    job, log = training.start(), training.log
-    try:
-        if job.wait(2 * JOB_SECONDS):
-            raise RuntimeError(f"{mode}: fails without being disturbed: {log.read_text()}")
-    finally:
-        end(job)
-    return training
-
-
-def differences(found: Training, expected: Training) -> str:
+def differences(folder: Path, expected: Path) -> str:
     """Return what differs between two trainings that are through, "" if nothing does."""
-    if found.loss() not in (expected.loss(), None):
-        return f"loss {found.loss()!r}, expected {expected.loss()!r}"
-    tags = [str(training.last_tag()) for training in (found, expected)]
-    command = [sys.executable, "-m", "zero8.cli", "checkpoint", "diff", *tags]
+    results = [path / "out" / f"{OPTIMIZER}.json" for path in (folder, expected)]
+    if results[0].exists():  # else it was killed between the last save and that
+        ours, theirs = (json.loads(path.read_text())["val_loss"] for path in results)
+        if ours != theirs:
+            return f"loss {ours!r}, expected {theirs!r}"
+    tags = [checkpoints(f) / complete_tags(checkpoints(f))[-1].name for f in (folder, expected)]
+    command = [sys.executable, "-m", "zero8.cli", "checkpoint", "diff", *map(str, tags)]
     compared = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return compared.stdout + compared.stderr if compared.returncode else ""
-
-
-def soak(kills: int, chance: random.Random, folder: Path) -> int:
-    """Return how often something went wrong."""
-    expected = {mode: undisturbed(mode, folder / f"{mode} undisturbed") for mode in MODES}
-    ways, wrong, number = Counter(), 0, 0
-    while ways.total() < kills:
-        mode = MODES[number % len(MODES)]
-        training = Training(mode, folder / f"{mode} {number}")
-        number += 1
-        try:
-            while (way := disturbed_once(training, chance)) is not None:
-                ways[f"{mode}: {way}"] += 1
-                print(f"{ways.total()}: {mode}: {way}; {training.progress()}", flush=True)
-            difference = differences(training, expected[mode])
-        except (RuntimeError, ValueError, OSError) as error:
-            difference = f"{type(error).__name__}: {error}"
-        wrong += bool(difference)
-        print(
-            f"{training.folder.name}: {difference or 'the bits of an undisturbed run'}", flush=True
-        )
-        shutil.rmtree(training.folder)
-    for name, count in sorted(ways.items()):
-        print(f"{name:40} {count}")
-    print(f"{ways.total()} kills, {number} trainings, {wrong} wrong")
-    return wrong
 
 
 def main() -> int:
@@ -249,10 +132,28 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the job ends, too
+    chance, kills, wrong = random.Random(given.seed), 0, 0
     with tempfile.TemporaryDirectory(prefix="zero8-soak-") as folder:
-        return soak(given.kills, random.Random(given.seed), Path(folder)) != 0
+        for mode in MODES:
+            with job_in(Path(folder, mode), mode) as job:
+                assert job.wait(2 * JOB_SECONDS) == 0, Path(folder, mode, "log").read_text()
+        for number in count():
+            mode = MODES[number % len(MODES)]
+            training = Path(folder, f"{number} {mode}")
+            try:
+                while not disturbed(training, mode, chance):
+                    kills += 1
+                    print(f"{training.name}: kill {kills}", flush=True)
+                difference = differences(training, Path(folder, mode))
+            except (RuntimeError, ValueError, OSError, subprocess.TimeoutExpired) as error:
+                difference = f"{type(error).__name__}: {error}"
+            print(f"{training.name}: {difference or 'the bits of an undisturbed run'}", flush=True)
+            wrong += bool(difference)
+            if kills >= given.kills:
+                break
+    print(f"{kills} kills, {number + 1} trainings, {wrong} wrong")
+    return wrong
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main() > 0)
