@@ -7,6 +7,7 @@ boundary cut.
 """
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -14,21 +15,90 @@ from convert_cases import (
     MOMENTS,
     SOURCES,
     STAGES,
-    WORLDS,
     ZERO,
     check,
+    converted,
     pieces_of,
     same,
     trained_names,
     uncut,
 )
-from convert_model import SAVED_AFTER, SHAPES, STEPS, Mixed, named_groups, results, run
-from convert_worker import load_dcp, settings, visit
+from convert_model import (
+    SAVED_AFTER,
+    SHAPES,
+    STEPS,
+    Mixed,
+    named_groups,
+    results,
+    run,
+    saved_plain,
+    train,
+)
+from convert_worker import load_dcp, save_dcp, settings, visit
 from fragments import fragments_in
 from universal_cuts import check_within_half_a_code, decoded, joined
 
 from zero8 import Adam8bitBlockwise
+from zero8.spec.adam import UNKNOWN_HISTORY
 from zero8.spec.grid import BlockGrid
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("convert")
+
+
+@pytest.fixture(scope="module")
+def source_at(folder, standing_ranks):
+    """Return a function: of one of SOURCES, its path; all of a number of ranks are made at once."""
+
+    @cache
+    def make(world):
+        if not world:
+            return saved_plain(folder / "plain")
+        # In stage 2 a bfloat16 model, with float32 master weights.
+        configs = {s: settings(s, dtype={} if s == 2 else None, **ZERO) for s in STAGES}
+        jobs = [
+            {
+                "ds_config": config,
+                "steps": range(SAVED_AFTER),
+                "target": folder / f"zero{s}x{world}",
+            }
+            for s, config in configs.items()
+        ]
+        standing_ranks(world).run(visit, jobs=jobs)
+        standing_ranks(world).run(save_dcp, jobs=[{"name": f"dcpx{world}"}], folder=folder)
+
+    def of(name):
+        make(0 if name == "plain" else int(name[-1]))
+        return folder / name
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def made(folder, source_at):
+    """Return a function: of a source and a target, the path of the conversion."""
+
+    @cache
+    def of(source, to):
+        path = folder / f"{source}-{to}"
+        converted(source_at(source), path, to)
+        return path
+
+    return of
+
+
+@cache
+def unconverted(forgets_history=False):
+    """Return what one process holds when it would save, and after more steps."""
+    model, optimizer = train()
+    saved = results(model, optimizer)
+    for state in optimizer.state.values():
+        if forgets_history:
+            state["history"] = UNKNOWN_HISTORY
+    run(model, optimizer, range(SAVED_AFTER, STEPS))
+    return saved, results(model, optimizer)
 
 
 def resumed(path, source):
@@ -53,17 +123,13 @@ def slow(values, *quick):
 
 
 @pytest.mark.parametrize("source", slow(SOURCES, "plain"))
-def test_convert_to_plain_goes_on_with_the_bits_of_the_source(source, made, source_at, unconverted):
-    path, _ = made(source, "plain")
-    saved, stepped = resumed(path, source)
+def test_convert_to_plain_goes_on_with_the_bits_of_the_source(source, made, source_at):
+    saved, stepped = resumed(made(source, "plain"), source)
     pieces = pieces_of(source_at(source))
     # A parameter without a gradient has no state in one process, and zeros under ZeRO.
     check(saved, unconverted()[0], pieces)
     check(stepped, unconverted()[1], pieces)
     assert ("exp_avg" in saved["unused"]) == ("zero" in source)
-
-
-WITH_CUTS = [s for s in SOURCES if s[-1] in "23"]
 
 
 def decoded_in(path):
@@ -79,11 +145,10 @@ def decoded_in(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", [name for name in WITH_CUTS if "dcp" not in name])
+@pytest.mark.parametrize("source", [s for s in SOURCES if "zero" in s and s[-1] in "23"])
 def test_convert_blocks_that_were_cut_are_within_half_a_code(source, made, source_at):
     """Those of FSDP2, of narrow rows, are put together as every load does: test_narrow.py."""
-    path, _ = made(source, "plain")
-    wholes = {f.name: f for f in fragments_in(path)}
+    wholes = {f.name: f for f in fragments_in(made(source, "plain"))}
     pieces, moved = pieces_of(source_at(source)), 0
     for name, exact in decoded_in(source_at(source)).items():
         cut = ~uncut(name, pieces).flatten()
@@ -103,9 +168,8 @@ def test_convert_blocks_that_were_cut_are_within_half_a_code(source, made, sourc
 @pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
 def test_convert_to_fp32_loads_into_adamw_with_the_decoded_moments(source, made, source_at):
-    path, _ = made(source, "fp32")
-    content = torch.load(path, weights_only=True)
-    expected = torch.load(made(source, "plain")[0], weights_only=True)
+    content = torch.load(made(source, "fp32"), weights_only=True)
+    expected = torch.load(made(source, "plain"), weights_only=True)
     decoded = decoded_in(source_at(source))
     model = Mixed()
     model.load_state_dict(content["model"])
@@ -122,47 +186,43 @@ def test_convert_to_fp32_loads_into_adamw_with_the_decoded_moments(source, made,
     run(model, adamw, range(1))
     # And back: quantize(dequantize(q)) is q.
     optimizer = Adam8bitBlockwise(named_groups(Mixed(), trained_names(source)))
-    optimizer.load_state_dict(torch.load(path, weights_only=True)["optimizer"])
+    optimizer.load_state_dict(torch.load(made(source, "fp32"), weights_only=True)["optimizer"])
     for number, entries in optimizer.state_dict()["state"].items():
         theirs = expected["optimizer"]["state"][number]
         assert same(entries, theirs, theirs.keys() - {"history"})
 
 
-def stage_of(source):
-    number = SOURCES.index(source)
-    return STAGES[(number + number // 3) % 3]
+def world_of(source):
+    """Return on how many ranks a conversion is loaded."""
+    return 1 + SOURCES.index(source) % 3
 
 
 @pytest.fixture(scope="module")
 def loaded(made, standing_ranks):
-    """Return a function: of a kind of target and sources, what ranks hold; made at once."""
-    found = {}
+    """Return a function: of a target and a source, what ranks hold; of a world made at once."""
 
-    def job_of(source):
-        path = made(source, "zero")[0]
-        job = {"source": path.parent, "tag": path.name, "steps": range(SAVED_AFTER, STEPS)}
-        return job | {"ds_config": settings(stage_of(source), **ZERO)}
+    @cache
+    def all_of(to, world):
+        mine = [source for source in SOURCES if world_of(source) == world]
+        jobs = []
+        for source in mine:
+            path, number = made(source, to), SOURCES.index(source)
+            if to == "dcp":
+                jobs.append({"source": path})
+                continue
+            ds_config = settings(STAGES[(number + number // 3) % 3], **ZERO)
+            place = {"source": path.parent, "tag": path.name}
+            jobs.append({"ds_config": ds_config, **place, "steps": range(SAVED_AFTER, STEPS)})
+        ranks = standing_ranks(world).run(load_dcp if to == "dcp" else visit, jobs=jobs)
+        return dict(zip(mine, zip(*ranks, strict=True), strict=True))
 
-    def of(to, source):
-        if (to, source) not in found:
-            for world in WORLDS:
-                mine = [s for n, s in enumerate(SOURCES) if 1 + n % 3 == world]
-                if to == "dcp":
-                    jobs = [{"source": made(source, to)[0]} for source in mine]
-                    ranks = standing_ranks(world).run(load_dcp, jobs=jobs)
-                else:
-                    ranks = standing_ranks(world).run(visit, jobs=[job_of(s) for s in mine])
-                for number, name in enumerate(mine):
-                    found[to, name] = [rank[number] for rank in ranks]
-        return found[to, source]
-
-    return of
+    return lambda to, source: all_of(to, world_of(source))[source]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
-def test_convert_to_dcp_loads_and_goes_on_under_fsdp2(source, loaded, source_at, unconverted):
-    world = 1 + SOURCES.index(source) % 3
+def test_convert_to_dcp_loads_and_goes_on_under_fsdp2(source, loaded, source_at):
+    world = world_of(source)
     rows = [
         (name, start * width, min(chunk, SHAPES[name][0] - start) * width)
         for name in SHAPES
@@ -187,9 +247,7 @@ def gathered(ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
-def test_convert_to_zero_loads_with_the_same_moments_and_goes_on(
-    source, loaded, made, source_at, unconverted
-):
+def test_convert_to_zero_loads_with_the_same_moments_and_goes_on(source, loaded, source_at):
     """The bound of m^2/v, which no universal checkpoint has, is forgotten by the other too."""
     before, after = (
         [rank[when] for rank in loaded("zero", source)] for when in ("loaded", "stepped")
@@ -202,3 +260,68 @@ def test_convert_to_zero_loads_with_the_same_moments_and_goes_on(
     check(gathered(after), unconverted(True)[1], pieces, parts, names=trained)
     for rank in after:
         assert [group["lr"] for group in rank["options"]] == [2e-2, 1e-2]
+
+
+# --- bfloat16 weights whose optimizer keeps 8 more bits of them -----------------------------------
+
+
+def corrected_weights(values, correction):
+    """Return the 24-bit weights of `weight_correction_bits=8`."""
+    bits = values.bfloat16().view(torch.int16).to(torch.int32) << 16
+    return (bits + (correction.to(torch.int32) << 8)).view(torch.float32)
+
+
+CORRECTED = {"weight_correction_bits": 8}
+
+
+@pytest.fixture(scope="module")
+def corrected_sources(folder, standing_ranks):
+    """bfloat16 weights with corrections: of one process, under FSDP2, as masters of ZeRO-2."""
+    trained = saved_plain(folder / "bf16_plain", dtype=torch.bfloat16, **CORRECTED)
+    jobs = [{"name": "bf16_dcp", "dtype": torch.bfloat16, **CORRECTED}]
+    standing_ranks(2).run(save_dcp, jobs=jobs, folder=folder)
+    masters = {"dtype": {"bf16_master_weights_and_grads": True}, **ZERO, **CORRECTED}
+    job = {"ds_config": settings(2, "cpu", **masters), "target": folder / "bf16_zero"}
+    standing_ranks(2).run(visit, jobs=[{**job, "steps": range(SAVED_AFTER)}])
+    return trained
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["bf16_plain", "bf16_dcp", "bf16_zero"])
+def test_convert_keeps_corrections_of_bfloat16_weights(source, corrected_sources, folder):
+    """In 8-bit targets verbatim, in float32 ones as the last 8 bits of the weights."""
+    expected, trained = corrected_sources
+    result = converted(folder / source, folder / f"{source}-plain", "plain")
+    assert result["notes"] == []
+    content = torch.load(folder / f"{source}-plain", weights_only=True)
+    model = Mixed(torch.bfloat16)
+    model.load_state_dict(content["model"])
+    optimizer = Adam8bitBlockwise(named_groups(model, trained_names(source)), **CORRECTED)
+    optimizer.load_state_dict(content["optimizer"])
+    result = converted(folder / source, folder / f"{source}-fp32", "fp32")
+    assert ["corrections" in note for note in result["notes"]] == [True]
+    in_fp32 = torch.load(folder / f"{source}-fp32", weights_only=True)["model"]
+    pieces = pieces_of(folder / source)
+    for name, p in model.named_parameters():
+        q = getattr(expected, name)
+        kept = uncut(name, pieces)
+        assert torch.equal(p[kept], q[kept])
+        if q in trained.state:
+            ours, theirs = (
+                o.state[p]["param_correction"] for o, p in ((optimizer, p), (trained, q))
+            )
+            assert theirs.any() and torch.equal(ours[kept], theirs[kept])
+            expected_fp32 = corrected_weights(p.detach(), ours)
+            assert torch.equal(in_fp32[name], expected_fp32)
+            if name == "embed":
+                assert torch.equal(in_fp32["head.weight"], expected_fp32)
+
+
+@pytest.mark.slow
+def test_convert_to_zero_has_corrections_in_float32_master_weights(corrected_sources, folder):
+    converted(folder / "bf16_dcp", folder / "bf16_dcp-zero", "zero")
+    expected = torch.load(folder / "bf16_dcp-fp32", weights_only=True)["model"]
+    assert (folder / "latest_universal").read_text() == "bf16_dcp-zero"
+    for name in ("wide", "bias"):
+        path = folder / "bf16_dcp-zero" / "zero" / name / "fp32.pt"
+        assert torch.equal(torch.load(path)["param"], expected[name])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversions of Muon's checkpoints, in which AdamW steps what is no matrix."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ from muon_sharded import resumed, run, sharded
 from muon_worker import MATRICES, SHAPES, Known, alone, optimizer_of, wrong
 from zero_worker import base_optimizer, config, make_engine, take_step
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")  # as ranks have
+
 SAVED_AFTER, STEPS = 2, 4
-SOURCES = ("plain", "fsdp2", "zero2 offload", "zero3 offload, parts")
+SOURCES = ("plain", "sharded", "zero2 offload", "zero3 offload, parts")
 RANKS = 2
 
 
@@ -44,39 +47,27 @@ def save_fsdp2(folder: str) -> None:
     save(model, optimizer, "sharded", Path(folder))
 
 
-def one_thread(function, *arguments):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as ranks have
-    try:
-        return function(*arguments)
-    finally:
-        torch.set_num_threads(threads)
-
-
 def plain(path: Path) -> None:
     model = Known()
     optimizer = optimizer_of(model)
-    one_thread(run, model, optimizer, 0, SAVED_AFTER)
+    run(model, optimizer, 0, SAVED_AFTER)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
 
 
 @pytest.fixture(scope="module")
 def source_at(standing_ranks, tmp_path_factory):
     """Return a function that returns the path of a source."""
-    folder, paths = tmp_path_factory.mktemp("muon"), {}
+    folder = tmp_path_factory.mktemp("muon")
 
+    @cache
     def of(source: str) -> Path:
-        if source not in paths:
-            paths[source] = folder / source
-            if source == "plain":
-                plain(paths[source])
-            elif source == "fsdp2":
-                standing_ranks(RANKS).run(save_fsdp2, folder=str(folder))
-                paths[source] = folder / "sharded"
-            else:
-                arguments = {"layout": source, "folder": str(paths[source])}
-                standing_ranks(RANKS).run(save_zero, **arguments)
-        return paths[source]
+        if source == "plain":
+            plain(folder / source)
+        elif source == "sharded":
+            standing_ranks(RANKS).run(save_fsdp2, folder=str(folder))
+        else:
+            standing_ranks(RANKS).run(save_zero, layout=source, folder=str(folder / source))
+        return folder / source
 
     return of
 
@@ -92,7 +83,7 @@ def test_convert_of_muon_to_plain_goes_on_with_the_same_bits(source, source_at, 
     model.load_state_dict(content["model"])
     optimizer = optimizer_of(model, lr=7.0)
     optimizer.load_state_dict(content["optimizer"])
-    one_thread(run, model, optimizer, SAVED_AFTER, STEPS)
+    run(model, optimizer, SAVED_AFTER, STEPS)
     got = {
         name: {
             "values": p.detach(),
@@ -119,8 +110,7 @@ def test_convert_of_muon_to_dcp_goes_on_under_fsdp2(source, source_at, tmp_path,
 def test_convert_of_muon_to_zero_goes_on(source, layout, source_at, tmp_path, standing_ranks):
     """The bound of m^2/v of AdamW's parameters is in no universal checkpoint."""
     converted(source_at(source), tmp_path / "made", "zero")
-    arguments = {"layout": layout, "folder": str(tmp_path)}
-    for loaded, stepped in standing_ranks(3).run(load_zero, **arguments):
+    for loaded, stepped in standing_ranks(3).run(load_zero, layout=layout, folder=str(tmp_path)):
         assert wrong(loaded, alone(SAVED_AFTER)) == []
         expected = alone(STEPS)
         assert wrong(stepped, {name: expected[name] for name in MATRICES}) == []

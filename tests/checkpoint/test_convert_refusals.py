@@ -1,35 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a conversion refuses: nothing is written then.  test_tools.py has more damages."""
 
-import shutil
-
 import pytest
 import torch
-from convert_cases import STAGES, converted, refusal
+from convert_cases import converted, refusal
 from convert_model import saved_plain
 
 from zero8 import Adam8bitBlockwise, Lion8bitBlockwise
 from zero8.checkpoint.commands import convert
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("rank", [0, 1])
-def test_convert_without_a_ranks_file_is_refused(stage, rank, source_at, tmp_path):
-    shutil.copytree(source_at(f"zero{stage}x2"), tmp_path / "in" / "checkpoint")
-    tag = tmp_path / "in" / "checkpoint" / "saved"
-    (path,) = tag.glob(f"*zero_pp_rank_{rank}_*optim_states.pt")
-    path.unlink()
-    error = refusal(tag, tmp_path / "in" / "out")
-    assert str(tag) in error and ("in no file" in error or "no state of" in error)
-
-
-@pytest.mark.slow
-def test_convert_of_dcp_without_a_file_is_refused(source_at, tmp_path):
-    (tmp_path / "in").mkdir()
-    shutil.copytree(source_at("dcpx2"), tmp_path / "in" / "checkpoint")
-    (tmp_path / "in" / "checkpoint" / "__1_0.distcp").unlink()
-    assert "__1_0.distcp" in refusal(tmp_path / "in" / "checkpoint", tmp_path / "in" / "out")
 
 
 def without_weights(content):

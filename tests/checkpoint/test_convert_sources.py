@@ -4,7 +4,7 @@
 import pytest
 import torch
 from convert_cases import converted, refusal, same
-from convert_model import named_groups, saved_plain
+from convert_model import saved_plain, unnamed_groups
 from small_optimizers import run, small_model
 
 import zero8
@@ -26,9 +26,7 @@ def saved_with(made, path, **options):
 def assert_same_states(ours, theirs):
     assert ours.keys() == theirs.keys()
     for key, entries in theirs.items():
-        assert ours[key].keys() == entries.keys()
-        for name, value in entries.items():
-            assert torch.equal(torch.as_tensor(ours[key][name]), torch.as_tensor(value)), name
+        assert ours[key].keys() == entries.keys() and same(ours[key], entries, entries), key
 
 
 def test_convert_through_mapped_files_has_the_same_bits(tmp_path, monkeypatch):
@@ -76,18 +74,13 @@ def test_convert_of_torchs_optimizer_keeps_its_float32_moments(made, options, tm
 
 
 def test_convert_of_parameters_without_names_is_for_plain_files(tmp_path):
-    model, optimizer = saved_plain(tmp_path / "in", named=False)
+    model, optimizer = saved_plain(tmp_path / "in", groups_of=unnamed_groups)
     converted(tmp_path / "in", tmp_path / "plain", "plain")
     content = torch.load(tmp_path / "plain", weights_only=True)
     assert "param_names" not in content["optimizer"]["param_groups"][0]
-    groups = [{**g, "params": [p for _, p in g["params"]]} for g in named_groups(model)]
-    other = Adam8bitBlockwise(groups)
+    other = Adam8bitBlockwise(unnamed_groups(model))
     other.load_state_dict(content["optimizer"])
-    for key, entries in optimizer.state_dict()["state"].items():
-        theirs = other.state_dict()["state"][key]
-        assert all(
-            torch.equal(torch.as_tensor(theirs[k]), torch.as_tensor(entries[k])) for k in entries
-        )
+    assert_same_states(other.state_dict()["state"], optimizer.state_dict()["state"])
     for to in ("dcp", "zero"):
         assert "named_parameters" in refusal(tmp_path / "in", tmp_path / to, to)
 

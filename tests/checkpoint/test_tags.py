@@ -5,6 +5,7 @@ import os
 import shutil
 
 import pytest
+from fault_worker import Counter, Interrupted, killed_at
 
 from zero8.files import tags
 from zero8.files.manifest import MANIFEST, MARKER, Manifest
@@ -144,47 +145,23 @@ def test_prune_never_deletes_the_last_complete_tag_or_what_it_does_not_know(tmp_
         tags.prune(tmp_path, 0)
 
 
-class Interrupted(BaseException):
-    """Stands for the end of the process."""
-
-
-def writes_of(monkeypatch, function, stop_after):
+def comes_to_its_end(function, stop_after):
     """Run until so many changes of the disk have been made; return whether it came to its end."""
-    count = 0
-
-    def counted(original):
-        def call(*args, **kwargs):
-            nonlocal count
-            if count == stop_after:
-                raise Interrupted
-            count += 1
-            return original(*args, **kwargs)
-
-        return call
-
-    with monkeypatch.context() as patched:
-        for owner, name in (
-            (os, "replace"),
-            (os, "unlink"),
-            (os, "rmdir"),
-            (os, "mkdir"),
-            (os, "fsync"),
-        ):
-            patched.setattr(owner, name, counted(getattr(os, name)))
-        try:
+    try:
+        with killed_at(Counter(stop_after, kills=False)):
             function()
-        except Interrupted:
-            return False
+    except Interrupted:
+        return False
     return True
 
 
-def test_prune_that_is_interrupted_anywhere_leaves_no_seemingly_whole_tag(tmp_path, monkeypatch):
+def test_prune_that_is_interrupted_anywhere_leaves_no_seemingly_whole_tag(tmp_path):
     for stop_after in range(100):
         folder = tmp_path / str(stop_after)
         folder.mkdir()
         for tag in "ab":
             save(folder, tag)
-        ended = writes_of(monkeypatch, lambda f=folder: tags.prune(f, 1), stop_after)
+        ended = comes_to_its_end(lambda f=folder: tags.prune(f, 1), stop_after)
         assert complete(folder)[-1] == "b"
         if (folder / "a").exists() and states(folder)["a"] != INCOMPLETE:
             # Untouched, or an empty folder, about to go.
@@ -198,13 +175,13 @@ def test_prune_that_is_interrupted_anywhere_leaves_no_seemingly_whole_tag(tmp_pa
     assert ended and stop_after > 5
 
 
-def test_save_that_is_interrupted_anywhere_is_whole_or_not_complete(tmp_path, monkeypatch):
+def test_save_that_is_interrupted_anywhere_is_whole_or_not_complete(tmp_path):
     for stop_after in range(100):
         folder = tmp_path / str(stop_after)
         folder.mkdir()
         save(folder, "a")
         save(folder, "b", b"old")
-        ended = writes_of(monkeypatch, lambda f=folder: save(f, "b", b"new!"), stop_after)
+        ended = comes_to_its_end(lambda f=folder: save(f, "b", b"new!"), stop_after)
         for tag in tags.complete_tags(folder):
             verify(folder / tag.name)
         assert states(folder)["b"] in (COMPLETE, INCOMPLETE)

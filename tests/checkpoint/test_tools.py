@@ -73,19 +73,6 @@ def test_fragments_decode_to_the_optimizers_moments(kind, codec, tmp_path):
             assert torch.equal(got, state[which].view(-1))
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_dcp_folder_of_rows_of_several_dimensions_decodes_to_the_optimizers_moments(
-    codec, tmp_path
-):
-    """Codes of less than a byte have fewer dimensions than the parameter, and so than others."""
-    shapes = {"conv": (64, 8, 3, 3)}
-    params, optimizer = trained(codec, shapes)
-    (fragment,) = fragments_in(dcp_folder(tmp_path / "dcp", codec, shapes))
-    assert fragment.piece.is_quantized and torch.equal(fragment.weights, params["conv"].view(-1))
-    for got, expected in zip(fragment.stores, optimizer.moments(params["conv"]), strict=True):
-        assert torch.equal(got.read(0, 64 * 72), expected.read(0, 64 * 72))
-
-
 # --- verify --------------------------------------------------------------------------------------
 
 
@@ -101,24 +88,30 @@ def test_verify_of_a_sealed_folder_finds_any_flipped_byte(zero, capsys):
     tag = zero / "step3"
     assert called(capsys, "seal", tag, status=0)["files"] == 3
     assert called(capsys, "verify", zero, status=0)["manifest"]
+    (tag / "other").write_text("from another job")
     for file in sorted(tag.glob("*.pt")):
         whole = file.read_bytes()
         for place in (0, len(whole) // 2, len(whole) - 1):
-            damaged = bytearray(whole)
-            damaged[place] ^= 1
-            file.write_bytes(damaged)
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
             problems = called(capsys, "verify", zero, status=1)["problems"]
             assert f"{file.name} (written by rank 0): contents differ" in problems
+            assert "other: not in the manifest" in problems
         file.write_bytes(whole)
-    (tag / "other").write_text("from another job")
-    (problem,) = called(capsys, "verify", zero, status=1)["problems"]
-    assert "other: not in the manifest" in problem
 
 
-def change_state(file, change):
-    found = torch.load(file, weights_only=False)
-    change(found["optimizer_state_dict"]["base_optimizer_state"]["state"][0])
-    torch.save(found, file)
+def state_in(content):
+    return content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+
+
+def changed(change):
+    """Return what changes the state in a file by a function."""
+
+    def damage(file):
+        content = torch.load(file, weights_only=False)
+        change(state_in(content))
+        torch.save(content, file)
+
+    return damage
 
 
 def set_nan(state):
@@ -126,38 +119,23 @@ def set_nan(state):
     moment.store.scales[3] = math.nan
 
 
-def set_step(state):
-    state["step"] += 1
-
-
-def set_twice(state):
-    state["exp_avg_sq"] = state["exp_avg"]
-
-
-def set_history(state):
-    state["history"] = 2**70
+def copy_of_rank_0(file):
+    shutil.copy(file.with_name(file.name.replace("rank_1", "rank_0")), file)
 
 
 DAMAGES = {
-    "a scale of NaN": (
-        lambda file: change_state(file, set_nan),
-        "exp_avg of .*: got a scale that is not finite",
-    ),
+    "a scale of NaN": (changed(set_nan), "exp_avg of .*: got a scale that is not finite"),
     "another step": (
-        lambda file: change_state(file, set_step),
+        changed(lambda state: state.update(step=4)),
         "different numbers of steps: 3 in .*rank_0.*, 4 in .*rank_1",
     ),
-    "a history of 71 bits": (lambda file: change_state(file, set_history), "history"),
-    "one moment alone": (
-        lambda file: change_state(file, lambda state: state.pop("exp_avg_sq")),
-        "expected all 8-bit moments of one algorithm",
+    "one moment alone": (changed(lambda state: state.pop("exp_avg_sq")), "expected all 8-bit"),
+    "one moment twice": (
+        changed(lambda state: state.update(exp_avg_sq=state["exp_avg"])),
+        "of different elements",
     ),
-    "one moment twice": (lambda file: change_state(file, set_twice), "of different elements"),
     "missing": (lambda file: file.unlink(), "are in no file"),
-    "of another rank": (
-        lambda file: shutil.copy(file.with_name(file.name.replace("rank_1", "rank_0")), file),
-        "again",
-    ),
+    "of another rank": (copy_of_rank_0, "again"),
 }
 
 
@@ -173,8 +151,7 @@ def test_verify_of_states_that_are_damaged_says_how(change, message, zero, capsy
 def test_verify_of_a_flipped_bit_of_a_moment_names_file_and_moment(zero, capsys, which, key):
     """Nothing else would show it: the values are finite, and there is no manifest."""
     file = state_files(zero)[1]
-    found = torch.load(file, weights_only=False)["optimizer_state_dict"]
-    moment = found["base_optimizer_state"]["state"][0][which]
+    moment = state_in(torch.load(file, weights_only=False))[which]
     file.write_bytes(flipped_in(file.read_bytes(), moment[key]))
     (problem, *_) = called(capsys, "verify", zero, status=1)["problems"]
     assert str(file) in problem and f"8-bit moment {which} of " in problem
@@ -194,10 +171,6 @@ def test_stage_of_zero_that_is_pickled_by_name_is_read(zero):
         found["optimizer_state_dict"]["zero_stage"] = StageByName()
         torch.save(found, file)
     assert open_checkpoint(zero).facts().stage == 2
-
-
-def test_verify_of_nothing_is_trouble(tmp_path, capsys):
-    assert "not found" in called(capsys, "verify", tmp_path / "no", status=2)["error"]
 
 
 # --- inspect -------------------------------------------------------------------------------------
@@ -274,9 +247,6 @@ def test_tools_load_neither_deepspeed_nor_an_op(forks, made):
 def test_inspect_of_a_folder_with_latest_takes_the_tag_that_it_names(zero, capsys):
     shutil.copytree(zero / "step3", zero / "step9")
     assert called(capsys, "inspect", zero, status=0)["path"].endswith("step3")
-    (zero / "latest").write_text("../elsewhere")
-    error = called(capsys, "inspect", zero, status=2)["error"]
-    assert "latest: damaged, got '../elsewhere', expected the name of a tag" in error
 
 
 # --- Paths with links, which are the caller's own ------------------------------------------------

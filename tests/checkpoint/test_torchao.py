@@ -3,13 +3,17 @@
 
 import pytest
 import torch
+from convert_cases import same
 from places import GOLDEN
 
 from zero8 import Adam8bitBlockwise
 from zero8.checkpoint.commands.convert import convert
 from zero8.checkpoint.read.foreign import from_foreign
+from zero8.checkpoint.read.inert import Inert
 from zero8.checkpoint.read.safe_load import load
+from zero8.checkpoint.read.torchao_weights import values_of
 from zero8.spec.adam import ADAM
+from zero8.state.weights import INT8_ROWS
 
 CODECS = {"8bit": "dynamic", "fp8": "fp8", "4bit": "linear4"}
 ROWS_OF_BLOCKS, ROWS_ACROSS_BLOCKS, SMALL = range(3)
@@ -79,27 +83,13 @@ def test_convert_of_torchao_loads_and_goes_on(converted):
     assert all(optimizer.state[p]["step"] == 18 and p.isfinite().all() for p in params)
 
 
-BYTES = torch.uint8
 REFUSED = [
-    *(
-        ("8bit", changes, f"exp_avg_sq: {message}")
-        for changes, message in (
-            ({"scale": torch.ones(17)}, "got 17 scales of 4096 codes"),
-            ({"scale": torch.ones(32)}, ".* in blocks of 128, expected .* in blocks of 256"),
-            ({"scale": torch.ones(16).half()}, "got codes or scales of an unknown type"),
-            ({"codes": torch.ones(4, 1024, dtype=BYTES)}, r"got dynamic of shape \(4, 1024\)"),
-            ({"qmap": torch.linspace(0, 1, 256)}, "got a map that is not that of dynamic"),
-        )
-    ),
-    *(
-        ("4bit", changes, "exp_avg_sq: got .* bytes of codes of shape")
-        for changes in (
-            {"codes": torch.ones(2047, dtype=BYTES)},
-            {"codes": torch.ones(8, 256, dtype=BYTES)},
-            {"_shape": torch.Size([8, 511])},
-            {"_shape": 4096},
-        )
-    ),
+    ("8bit", {"scale": torch.ones(17)}, "got 17 scales of 4096 codes"),
+    ("8bit", {"scale": torch.ones(32)}, ".* in blocks of 128, expected .* in blocks of 256"),
+    ("8bit", {"scale": torch.ones(16).half()}, "got codes or scales of an unknown type"),
+    ("8bit", {"qmap": torch.linspace(0, 1, 256)}, "got a map that is not that of dynamic"),
+    ("4bit", {"codes": torch.ones(2047, dtype=torch.uint8)}, "got .* bytes of codes of shape"),
+    ("4bit", {"_shape": 4096}, "got .* bytes of codes of shape"),
 ]
 
 
@@ -107,7 +97,7 @@ REFUSED = [
 def test_import_of_torchao_with_what_does_not_fit_is_refused(name, changes, message):
     state_dict = golden(name)["optimizer"]
     state_dict["state"][ROWS_OF_BLOCKS]["exp_avg_sq"].state |= changes
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"exp_avg_sq: {message}"):
         from_foreign(state_dict)
 
 
@@ -119,3 +109,44 @@ def test_convert_of_torchao_with_a_code_that_is_nan_is_refused(tmp_path):
     (tmp_path / "in.pt").write_bytes(content.replace(whole, b"\x7f" + whole[1:]))
     with pytest.raises(ValueError, match="a code that is NaN"):
         convert(tmp_path / "in.pt", tmp_path / "out.pt", "plain")
+
+
+# --- Weights -------------------------------------------------------------------------------------
+
+DTYPES = {
+    "int8.weight": torch.float32,
+    "int8_bfloat16.weight": torch.float32,  # only the scales are in bfloat16
+    "int8_matmuls.weight": torch.float32,
+    "bitnet.weight": torch.bfloat16,
+    "float8.weight": torch.float32,
+}
+CODES, SCALES = torch.ones(3, 5, dtype=torch.int8), torch.ones(3)
+
+
+def test_convert_of_torchao_weights_has_their_values_and_states(tmp_path):
+    result = convert(GOLDEN / "torchao_weights.pt", tmp_path / "out", "plain")
+    assert result["has_weights"] and result["notes"] == []
+    theirs, found = golden("weights"), torch.load(tmp_path / "out", weights_only=True)
+    assert all(isinstance(saved, Inert) for saved in theirs["model"].values())
+    assert {name: values.dtype for name, values in found["model"].items()} == DTYPES
+    for number, (name, values) in enumerate(found["model"].items()):
+        assert torch.equal(values, theirs["values"][name]) and values.any(), name
+        state = theirs["optimizer"]["state"][number]
+        assert same(found["optimizer"]["state"][number], state, state)
+
+
+@pytest.mark.parametrize(
+    ("parts", "got"),
+    [
+        ({"int_data": CODES[0], "scale": SCALES}, r"got int_data of shape \(5,\)"),
+        ({"int_data": CODES, "scale": torch.ones(4)}, r".* scale of shape \(4,\)"),
+        ({"int_data": CODES, "scale": SCALES.half()}, r".* \(3,\), torch.float16"),
+        ({"int_data": CODES, "scale": Inert("torch.Tensor", ())}, ".* a value of type Inert"),
+        *((parts, "got a weight of torchao's without its tensors") for parts in (None, {})),
+    ],
+)
+def test_reader_of_weights_whose_tensors_do_not_fit_raises_value_error(parts, got):
+    saved = Inert(f"torchao.somewhere.{INT8_ROWS}", ())
+    saved.state = parts
+    with pytest.raises(ValueError, match=f"'w': {got}"):
+        values_of("w", saved)

@@ -8,12 +8,9 @@ from itertools import pairwise
 import pytest
 import torch
 from convert_model import SHAPES
-from convert_worker import (
-    error_of_load,
-    settings,
-    visit,
-)
+from convert_worker import error_of_load, settings, visit
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.utils import safe_get_full_optimizer_state
 from places import GOLDEN
 from universal_cuts import (
     check_same_but_cut_blocks,
@@ -23,20 +20,14 @@ from universal_cuts import (
     joined,
     travel,
 )
-from zero_worker import MOMENTS
+from zero_worker import MOMENTS, Bag, config, make_engine, take_step
 
 from zero8.checkpoint.commands import convert as command
 from zero8.checkpoint.write.universal_writer import MODEL_FILES
+from zero8.spec.algorithms import ELEMENTWISE, algorithm_called
 
 WORLD_SIZES = (1, 2, 4, 3, 1)
 STEPS = ((0, 1), (2,), (3,), (4,), (5,))
-CHAINS = {
-    "zero1": [settings(1)] * 5,
-    "zero2 offload": [settings(2, "cpu")] * 5,
-    "zero3 offload": [settings(3, "cpu", zero={"sub_group_size": 9000})] * 5,
-    "zero1-3-2-1-2": [settings(stage) for stage in (1, 3, 2, 1, 2)],
-    "zero2-3-1-3-2 offload": [settings(stage, "cpu") for stage in (2, 3, 1, 3, 2)],
-}
 BF16_MASTERS = {"bf16_master_weights_and_grads": True}
 FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
 PRECISIONS = {
@@ -85,17 +76,11 @@ def test_universal_checkpoints_load_in_the_other_stages(standing_ranks, tmp_path
 # --- Through world sizes -------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def journeys(standing_ranks, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("universal")
-    return travel(standing_ranks, WORLD_SIZES, STEPS, CHAINS, folder)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("chain", CHAINS)
-def test_universal_checkpoints_keep_all_but_codes_of_cut_blocks(journeys, chain):
+def test_universal_checkpoints_keep_all_but_codes_of_cut_blocks(standing_ranks, tmp_path):
     """1 -> 2 -> 4 -> 3 -> 1 ranks: masters and steps exactly, codes of cut blocks within half."""
-    whole = check_visits(journeys[chain])
+    chain = [settings(stage, "cpu") for stage in (2, 3, 1, 3, 2)]
+    whole = check_visits(travel(standing_ranks, WORLD_SIZES, STEPS, {"": chain}, tmp_path)[""])
     assert {name for name in TRAINED if not whole[name].all()} >= {"embed", "lora_b"}
     assert all(here.float().mean() > 0.7 for here in whole.values())
 
@@ -139,6 +124,59 @@ def test_universal_checkpoints_of_bf16_masters_bring_moments_rounded_to_bf16(pre
                 assert torch.equal(new[which], rounded), parameter
             else:
                 check_within_half_a_code(rounded, new[which], scales, which)
+
+
+# --- Other algorithms ----------------------------------------------------------------------------
+
+
+def moments_of(engine, algorithm: str) -> dict[str, list[torch.Tensor]]:
+    names = algorithm_called(algorithm).moment_names
+    return {
+        name: [safe_get_full_optimizer_state(p, one).view(Bag.SHAPES[name]) for one in names]
+        for name, p in engine.module.named_parameters()
+        if p.requires_grad
+    }
+
+
+def config_of(stage: int, algorithm: str, **options) -> dict:
+    optimizer = algorithm_called(algorithm).class_name
+    settings = {"min_8bit_size": 1} | ({"momentum": 0.9} if algorithm == "sgd" else {})
+    return config(stage=stage, offload=None, optimizer=optimizer, **settings) | options
+
+
+def save(stage: int, algorithm: str, folder: str) -> dict:
+    engine = make_engine(config_of(stage, algorithm), Bag())
+    for step in range(2):
+        take_step(engine, step)
+    engine.save_checkpoint(folder)
+    return moments_of(engine, algorithm)
+
+
+def load(stage: int, algorithm: str, folder: str) -> dict:
+    universal = {"checkpoint": {"load_universal": True}}
+    engine = make_engine(config_of(stage, algorithm, **universal), Bag())
+    engine.load_checkpoint(folder)
+    loaded = moments_of(engine, algorithm)
+    take_step(engine, 2)
+    return loaded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [one.name for one in ELEMENTWISE])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_universal_checkpoint_of_an_algorithm_has_its_moments(
+    stage, algorithm, standing_ranks, tmp_path
+):
+    """To half a code in blocks that a boundary between ranks cuts, which are encoded anew."""
+    ranks = standing_ranks(2)
+    arguments = {"stage": stage, "algorithm": algorithm}
+    saved, _ = ranks.run(save, folder=str(tmp_path / "saved"), **arguments)
+    command.convert(tmp_path / "saved", tmp_path / "universal", "zero")
+    for loaded in ranks.run(load, folder=str(tmp_path), **arguments):
+        for name, moments in saved.items():
+            for got, expected in zip(loaded[name], moments, strict=True):
+                assert (got - expected).norm() <= 0.02 * expected.norm(), name
+                assert (got == expected).float().mean() > 0.8, name
 
 
 # --- What is refused, and what is lost -----------------------------------------------------------

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From fp32 Adams to 8 bits and back, in ZeRO stages 2 and 3 on two ranks."""
 
-import itertools
+from functools import cache
 
 import pytest
 import torch
@@ -35,54 +35,47 @@ def config_of(stage, adam, universal):
     return settings(stage, offload, universal, **options)
 
 
-def run(ranks, jobs):
-    """Run jobs by key; return by key what each rank held."""
-    done = ranks.run(visit, timeout_s=400, jobs=list(jobs.values()))
-    return {key: [rank[number] for rank in done] for number, key in enumerate(jobs)}
-
-
 @pytest.fixture(scope="module")
-def switched(request, standing_ranks, tmp_path_factory):
-    """Return what ranks held: saved by (stage, adam), and by (stage, adam, way) where it went.
+def switched(standing_ranks, tmp_path_factory):
+    """Return a function: of a stage and an Adam, what ranks held by optimizer, and by way after."""
 
-    Of the Adams that the selected tests name.
-    """
-    folder, ranks = tmp_path_factory.mktemp("switch"), standing_ranks(2)
-    here = [item for item in request.session.items if item.module is request.module]
-    adams = sorted({item.callspec.params["adam"] for item in here})
-    if "FusedAdam" in adams:
-        builder = get_accelerator().create_op_builder("FusedAdamBuilder")
-        builder.load(verbose=False)  # not within the time limit of ranks
-    saved = run(
-        ranks,
-        {
-            (stage, adam): {
-                "ds_config": config_of(stage, adam, universal=False),
+    @cache
+    def of(stage, adam):
+        folder = tmp_path_factory.mktemp("switch")
+        if adam == "FusedAdam":  # not within the time limit of ranks
+            get_accelerator().create_op_builder("FusedAdamBuilder").load(verbose=False)
+
+        def run(jobs):
+            jobs = {key: {**job, "grouped": False} for key, job in jobs.items()}
+            done = standing_ranks(2).run(visit, timeout_s=400, jobs=list(jobs.values()))
+            return {key: [rank[number] for rank in done] for number, key in enumerate(jobs)}
+
+        before = {
+            one: {
+                "ds_config": config_of(stage, one, universal=False),
                 "steps": BEFORE,
-                "grouped": False,
-                "target": f"{folder}/{stage} {adam}",
+                "target": f"{folder}/{one}",
             }
-            for stage in STAGES
-            for adam in (*adams, "ours")
-        },
-    )
-    for stage, adam in saved:
-        (convert if adam == "ours" else convert_fp32)(f"{folder}/{stage} {adam}")
-    jobs = {}
-    for stage, adam in itertools.product(STAGES, adams):
-        ways = {
-            "as it is": ("ours", adam, False),
-            "by universal": ("ours", adam, True),
-            "back": (adam, "ours", True),
+            for one in (adam, "ours")
         }
-        for way, (into, source, universal) in ways.items():
-            jobs[stage, adam, way] = {
+        saved = run(before)
+        convert(f"{folder}/ours")
+        convert_fp32(f"{folder}/{adam}")
+        after = {
+            way: {
                 "ds_config": config_of(stage, into, universal),
-                "source": f"{folder}/{stage} {source}",
+                "source": f"{folder}/{source}",
                 "steps": AFTER if into == "ours" else (),
-                "grouped": False,
             }
-    return {"folder": folder, "saved": saved, **run(ranks, jobs)}
+            for way, into, source, universal in (
+                ("as it is", "ours", adam, False),
+                ("by universal", "ours", adam, True),
+                ("back", adam, "ours", True),
+            )
+        }
+        return saved | run(after)
+
+    return of
 
 
 def parts(ours, theirs, entry):
@@ -109,13 +102,13 @@ def steps_of(ranks):
 @pytest.mark.parametrize(("stage", "adam"), CASES)
 def test_fp32_adam_goes_on_in_8_bits_within_half_a_code(switched, stage, adam, way):
     """`engine.load_checkpoint` reads both, the other's own checkpoint and a universal one."""
-    ours = of_ranks(switched[stage, adam, way], "loaded")
-    theirs = of_ranks(switched["saved"][stage, adam], "stepped")
+    found = switched(stage, adam)
+    ours, theirs = of_ranks(found[way], "loaded"), of_ranks(found[adam], "stepped")
     held = joined(ours)
     assert steps_of(ours) == {len(BEFORE)}
     for name, master in parts(ours, theirs, "master").items():
         assert torch.equal(held[name]["weights"], master), name
-    assert steps_of(of_ranks(switched[stage, adam, way], "stepped")) == {len(BEFORE + AFTER)}
+    assert steps_of(of_ranks(found[way], "stepped")) == {len(BEFORE + AFTER)}
     for which in MOMENTS:
         for name, exact in parts(ours, theirs, which).items():
             scales = held[name].get(f"{which}_scale")
@@ -128,8 +121,8 @@ def test_fp32_adam_goes_on_in_8_bits_within_half_a_code(switched, stage, adam, w
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "adam"), CASES)
 def test_8_bits_go_on_in_an_fp32_adam_exactly(switched, stage, adam):
-    ours = of_ranks(switched["saved"][stage, "ours"], "stepped")
-    theirs = of_ranks(switched[stage, adam, "back"], "loaded")
+    found = switched(stage, adam)
+    ours, theirs = of_ranks(found["ours"], "stepped"), of_ranks(found["back"], "loaded")
     assert steps_of(theirs) == {len(BEFORE)}
     held = joined(ours)
     for name, master in parts(ours, theirs, "master").items():

@@ -95,21 +95,20 @@ def results(model: nn.Module, optimizer) -> dict[str, dict]:
     return found
 
 
-def train(**keywords) -> tuple[nn.Module, Adam8bitBlockwise]:
+def unnamed_groups(model: nn.Module) -> list[dict]:
+    return [{**g, "params": [p for _, p in g["params"]]} for g in named_groups(model)]
+
+
+def train(dtype=torch.float32, groups_of=named_groups, **keywords):
     """Return a model and its optimizer after `SAVED_AFTER` steps of one process."""
-    model = Mixed(keywords.pop("dtype", torch.float32))
-    optimizer = Adam8bitBlockwise(named_groups(model), **keywords)
+    model = Mixed(dtype)
+    optimizer = Adam8bitBlockwise(groups_of(model), **keywords)
     run(model, optimizer, range(SAVED_AFTER))
     return model, optimizer
 
 
-def saved_plain(path, optimizer_class=Adam8bitBlockwise, named=True, **keywords):
-    """Save a file of one process after a few steps; return model and optimizer."""
-    model = Mixed()
-    groups = named_groups(model)
-    if not named:
-        groups = [{**g, "params": [p for _, p in g["params"]]} for g in groups]
-    optimizer = optimizer_class(groups, **keywords)
-    run(model, optimizer, range(SAVED_AFTER))
+def saved_plain(path, **keywords):
+    """Save a file of one process after a few steps; return model and optimizer, as `train`."""
+    model, optimizer = train(**keywords)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
     return model, optimizer

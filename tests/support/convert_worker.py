@@ -10,6 +10,7 @@ from convert_model import (
     Mixed,
     named_groups,
     run,
+    unnamed_groups,
 )
 from fsdp_checkpoints import content_of
 from fsdp_worker import start, whole
@@ -54,8 +55,7 @@ def visit_one(ds_config, source=None, tag=None, steps=(), target=None, grouped=T
 def engine_of(ds_config: dict, grouped: bool = True):
     """Return a new engine over a `Mixed`, in its groups or all in one."""
     model = Mixed()
-    groups = [{**g, "params": [p for _, p in g["params"]]} for g in named_groups(model)]
-    return make_engine(ds_config, model, groups if grouped else None)
+    return make_engine(ds_config, model, unnamed_groups(model) if grouped else None)
 
 
 def encoded(engine) -> dict:

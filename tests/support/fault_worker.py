@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 import xxhash
 from ranks import StandingRanks
+from torch.utils._pytree import tree_flatten_with_path
 
 RANKS = 2
 
@@ -71,41 +72,36 @@ def job(rank, folder, ds_config, steps=1, kill=None, tag=None):
 def digest(thing) -> str:
     """Return a hash of a nest of containers, tensors and values."""
     state = xxhash.xxh3_128()
-
-    def add(value):
-        if isinstance(value, torch.Tensor):
-            state.update(
-                value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            )
-        elif isinstance(value, dict):
-            for key in value:
-                add(key)
-                add(value[key])
-        elif isinstance(value, list | tuple):
-            for inner in value:
-                add(inner)
-        else:
-            state.update(repr(value).encode())
-
-    add(thing)
+    for path, leaf in tree_flatten_with_path(thing)[0]:
+        state.update(repr(path).encode())
+        if isinstance(leaf, torch.Tensor):
+            leaf = leaf.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        state.update(leaf if isinstance(leaf, bytes) else repr(leaf).encode())
     return state.hexdigest()
 
 
-class Counter:
-    """Counts writes, and kills this process before the one with a number."""
+class Interrupted(BaseException):
+    """Stands for the end of the process."""
 
-    def __init__(self, deadly):
-        self.count, self._deadly = 0, deadly
+
+class Counter:
+    """Counts writes, and kills this process before the one with a number, or raises."""
+
+    def __init__(self, deadly, kills=True):
+        self.count, self._deadly, self._kills = 0, deadly, kills
 
     def at_write(self, before_dying=lambda: None):
         """Note that a write comes."""
         if self.count == self._deadly:
             before_dying()
+            if not self._kills:
+                raise Interrupted
             os.kill(os.getpid(), signal.SIGKILL)
         self.count += 1
 
 
-WRITES = ((os, "replace"), (os, "fsync"), (os, "unlink"), (os, "mkdir"), (shutil, "copyfile"))
+WRITES = [(os, name) for name in ("replace", "fsync", "unlink", "rmdir", "mkdir")]
+WRITES.append((shutil, "copyfile"))
 
 
 @contextmanager

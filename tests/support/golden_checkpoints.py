@@ -62,27 +62,30 @@ def zero(stage: int, folder: str):
         engine.backward(engine(inputs(step)))
         engine.step()
     engine.save_checkpoint(folder, tag="step3")
+    optimizer = base_optimizer(engine)
     if stage == 3 and torch.distributed.get_rank() == 0:
-        _save_swapped(engine, Path(folder, "step3", "offloaded_tensors", "rank00"))
-    return decoded(base_optimizer(engine))
+        # The file that a sub-group would have on NVMe, where ones so small never are.
+        swapped = Path(folder, "step3", "offloaded_tensors", "rank00")
+        swapped.mkdir(parents=True)
+        state = next(state for state in optimizer.state.values() if state)
+        swap_file.save(str(swapped / "zero8-1.tensor.swp"), state)
+    return decoded(optimizer)
 
 
-def _save_swapped(engine, folder: Path) -> None:
-    """Write the swap file that a sub-group would have on NVMe, where ones so small never are."""
-    folder.mkdir(parents=True)
-    state = next(state for state in base_optimizer(engine).state.values() if state)
-    swap_file.save(str(folder / "zero8-1.tensor.swp"), state)
+def trained(model: nn.Module) -> Adam8bitBlockwise:
+    optimizer = Adam8bitBlockwise(model.named_parameters(), **SETTINGS)
+    for step in range(STEPS):
+        model(inputs(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
 
 
 def fsdp(folder: str):
     """Train under FSDP2 and save; return what this rank's moments are."""
     start()
     model = fully_shard(Model())
-    optimizer = Adam8bitBlockwise(model.named_parameters(), **SETTINGS)
-    for step in range(STEPS):
-        model(inputs(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    optimizer = trained(model)
     model_states, states = get_state_dict(model, optimizer)
     dcp.save({"model": model_states, "optimizer": states}, checkpoint_id=folder)
     return decoded(optimizer)
@@ -91,11 +94,7 @@ def fsdp(folder: str):
 def plain(path: Path):
     """Train without either and save; return what the moments are."""
     model = Model()
-    optimizer = Adam8bitBlockwise(model.named_parameters(), **SETTINGS)
-    for step in range(STEPS):
-        model(inputs(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    optimizer = trained(model)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
     return decoded(optimizer)
 

@@ -9,15 +9,13 @@ from small_optimizers import param, run
 
 from zero8 import Adam8bitBlockwise
 
-# Rows of a ragged length, narrow rows in groups, float32 moments.
-SHAPES = {"wide": (40, 300), "narrow": (600, 16), "bias": (300,)}
+# Rows of a ragged length, narrow rows in groups, rows of several dimensions, float32 moments.
+SHAPES = {"wide": (40, 300), "narrow": (600, 16), "conv": (64, 8, 3, 3), "bias": (300,)}
 STEPS = 3
 
 
-def trained(
-    codec: str = "log", shapes: dict[str, tuple[int, ...]] = SHAPES
-) -> tuple[dict[str, torch.nn.Parameter], Adam8bitBlockwise]:
-    params = {name: param(*shape, seed=n) for n, (name, shape) in enumerate(shapes.items())}
+def trained(codec: str = "log") -> tuple[dict[str, torch.nn.Parameter], Adam8bitBlockwise]:
+    params = {name: param(*shape, seed=n) for n, (name, shape) in enumerate(SHAPES.items())}
     optimizer = Adam8bitBlockwise(list(params.items()), lr=0.01, codec=codec)
     run(optimizer, list(params.values()), STEPS)
     return params, optimizer
@@ -30,8 +28,8 @@ def plain_file(path: Path, codec: str = "log") -> Path:
     return path
 
 
-def dcp_folder(path: Path, codec: str = "log", shapes: dict[str, tuple[int, ...]] = SHAPES) -> Path:
-    params, optimizer = trained(codec, shapes)
+def dcp_folder(path: Path, codec: str = "log") -> Path:
+    params, optimizer = trained(codec)
     saved = optimizer.state_dict()
     states = {name: saved["state"][n] for n, name in enumerate(params)}
     groups = [{**saved["param_groups"][0], "params": list(params)}]
