@@ -3,16 +3,152 @@
 
 from dataclasses import replace
 
+import deepspeed
 import pytest
 import torch
-from plan_worker import BUCKET, SUB_GROUP, Stack, config_of, held_by_engines, held_by_fsdp2
+from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from zero_worker import base_optimizer, config, make_engine, take_step
 
 import zero8
-from zero8.plan.memory import rows_of, total
+from benchmarks.states import state_bytes
+from examples.gpt.engines import join_ranks
+from zero8.plan.memory import Memory, cases_of, needs, rows_of, total
 from zero8.plan.model import Model
 from zero8.plan.setup import HOST, NVME, Setup, with_deepspeed_config
 from zero8.plan.share import share_of
 from zero8.spec.codec import CODECS
+
+# --- What engines hold ---------------------------------------------------------------------------
+
+BUCKET = 50_000
+SUB_GROUP = 200_000
+ROWS, WIDTH, LAYERS = 1000, 256, 6
+
+
+class Stack(torch.nn.Module):
+    """An embedding and layers with biases: 650,752 parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(ROWS, WIDTH)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, words):
+        hidden = self.embed(words)
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        return hidden.float().square().mean()
+
+
+def config_of(stage, offload, dtype, optimizer, accumulation, correction_bits=0, params_on=None):
+    zero = {"reduce_bucket_size": BUCKET, "sub_group_size": SUB_GROUP}
+    if params_on:
+        zero["offload_param"] = {"device": params_on}
+    params = {"weight_correction_bits": correction_bits} if correction_bits else {}
+    kinds = {"dtype": dtype, "optimizer": optimizer}
+    made = config(stage=stage, offload=offload, zero=zero, **kinds, **params)
+    return made | {"gradient_accumulation_steps": accumulation}
+
+
+def held_by_engines(cases):
+    """Return, by case, the bytes that this rank holds of each kind of thing after two steps."""
+    return {name: _held(config_of(*case)) for name, case in cases.items()}
+
+
+def _held(ds_config):
+    if ds_config["zero_optimization"]["stage"] == 3:
+        with deepspeed.zero.Init(config_dict_or_path=ds_config):
+            model = Stack()
+    else:
+        model = Stack()
+    engine = make_engine(ds_config, model)
+    for _ in range(2 * ds_config["gradient_accumulation_steps"]):
+        take_step(engine, torch.randint(0, ROWS, (2, 3)))
+    zero = engine.optimizer
+    found = _of_stage3(zero) if hasattr(zero, "fp32_partitioned_groups_flat") else _of_flat(zero)
+    found |= _states(base_optimizer(engine))
+    engine.destroy()
+    return {what: num_bytes for what, num_bytes in found.items() if num_bytes}
+
+
+def held_by_fsdp2(cases):
+    """Return, by case, the bytes that this rank holds of each kind of thing after a step."""
+    return {name: _held_by_fsdp2(*case) for name, case in cases.items()}
+
+
+def _held_by_fsdp2(dtype, settings):
+    join_ranks()
+    model = Stack().to(dtype)
+    for layer in model.layers:
+        fully_shard(layer, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    optimizer = zero8.Adam8bitBlockwise(model.named_parameters(), lr=1e-2, **settings)
+    model(torch.randint(0, ROWS, (2, 3))).backward()
+    optimizer.step()
+    params = list(model.parameters())
+    found = {
+        "weights": nbytes([p.to_local() for p in params]),
+        "gradients": nbytes([p.grad.to_local() for p in params]),
+        **_states(optimizer),
+    }
+    return {what: num_bytes for what, num_bytes in found.items() if num_bytes}
+
+
+def _states(optimizer):
+    if not hasattr(optimizer, "memory_report"):
+        return {"moments": state_bytes(optimizer)}
+    rows = optimizer.memory_report().rows
+    return {
+        "moments": sum(row.state_bytes for row in rows),
+        "corrections of bf16 weights": sum(row.correction_bytes for row in rows),
+    }
+
+
+def _of_flat(zero):
+    masters = zero.single_partition_of_fp32_groups
+    found = {
+        "weights": nbytes(zero.bit16_groups_flat),
+        "master weights": nbytes(masters),
+        "gradients of the step": nbytes([p.grad for p in masters if p.grad is not None]),
+    }
+    if zero.cpu_offload:
+        # Without a GPU ours are in the weights' memory; with one, for which the plan is, those of
+        # bfloat16 masters are in these.
+        buffers = zero.param_buffer_of_bit16_for_cpu_offload_groups
+        is_rounded = masters[0].dtype != buffers[0].dtype
+        own = buffers if is_rounded else not_within(zero.bit16_groups_flat, buffers)
+        found["weights on their way"] = nbytes(own)
+        found["largest gradient"] = zero.temp_grad_buffer_for_cpu_offload.nbytes
+        found["accumulated gradients"] = nbytes(zero.accumulated_grads_in_cpu.values())
+    return found
+
+
+def _of_stage3(zero):
+    masters, weights = zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat
+    gradients = zero.grad_partitions_flat_buffer
+    return {
+        "weights": nbytes(weights),
+        "master weights": nbytes(not_within(weights, masters)),
+        "gradients": gradients.nbytes,
+        "gradients of the step": nbytes(
+            not_within([gradients], [p.grad for p in masters if p.grad is not None])
+        ),
+        "buckets of gradients": nbytes([b.buffer for b in zero.ipg_buckets.values()]),
+    }
+
+
+def not_within(others: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    """Return the tensors that have memory of their own."""
+    memories = {t.untyped_storage().data_ptr() for t in others}
+    return [t for t in tensors if t.untyped_storage().data_ptr() not in memories]
+
+
+def nbytes(tensors: list[Tensor]) -> int:
+    return sum(t.nbytes for t in tensors)
+
+
+# --- The plan ------------------------------------------------------------------------------------
 
 BF16_MASTERS = {"bf16_master_weights_and_grads": True}
 # Stage, offload, section of bf16, optimizer, accumulation steps, weight_correction_bits, offload of
@@ -144,3 +280,67 @@ def test_plan_of_nvme_has_masters_gradients_and_moments_there():
     few, many = ({r.what: r.zero8_bytes for r in rs if r.what in names} for rs in (rows, pipelined))
     assert few["buffers of swapping"] == many["buffers of swapping"] == 4 * 4 * SUB_GROUP
     assert many[names[1]] == pytest.approx(3 * few[names[1]], abs=3)
+
+
+# --- Whether a run fits, by bytes counted by hand ------------------------------------------------
+
+GIB = 2**30
+MODEL_8B = Model.of_size("8B")
+NUMEL = 8_000_000_000 // 4096 * 4096
+LARGEST = 4096 * 4096
+# Codes of both moments, and for each block of 256 a scale of m and two of v.
+MOMENTS = NUMEL * 2 + NUMEL // 256 * 12
+# Master weights, 16-bit weights on their way, and the largest gradient.
+OTHERS = NUMEL * (4 + 2) + 2 * LARGEST
+
+
+def test_need_of_a_host_is_that_of_all_its_ranks():
+    _, zero8 = needs(MODEL_8B, Setup(world_size=16, ranks_per_host=8))
+    expected = (OTHERS + 2 * NUMEL + MOMENTS) / 2 + 7 * 2 * LARGEST
+    assert zero8.host_bytes == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+@pytest.mark.parametrize("place", ["host_bytes", "gpu_bytes"])
+def test_limit_that_is_the_need_fits_and_a_byte_less_does_not(place, missing):
+    _, zero8 = needs(MODEL_8B, Setup())
+    limits = {"host_bytes": None, "gpu_bytes": None, place: getattr(zero8, place) - missing}
+    assert zero8.fits(Memory(**limits)) is (missing == 0)
+
+
+def cases(setup, host_gib, gpu_gib=None):
+    """Return the needs by the option in their descriptions, or by all of these."""
+    there = Memory(host_gib * GIB, gpu_gib and gpu_gib * GIB)
+    found = cases_of(MODEL_8B, setup, there)
+    return {what.rpartition("(")[2].rstrip(")"): need for what, need in found}
+
+
+def test_cases_of_what_does_not_fit_are_changes_with_their_needs():
+    found = cases(Setup(), 64, 24)
+    nvme = 2 * NUMEL + 4 * 4 * 10**9 + MOMENTS * 10**9 // NUMEL  # 16-bit gradients, and buffers
+    host_bytes = {
+        "--dtype 24-bit-masters": NUMEL * (2 + 1 + 2) + 2 * LARGEST + MOMENTS,
+        "--dtype bf16-masters": NUMEL * (2 + 2) + 2 * LARGEST + MOMENTS,
+        "--stage 3": NUMEL * (4 + 2) + MOMENTS,  # which keeps gradients once
+        "--stage 3 --offload nvme": nvme,
+        "--engine fsdp2": NUMEL * (4 + 4) + MOMENTS,
+        'stage 3 with "offload_param" in --ds-config': NUMEL * (2 + 4 + 2) + MOMENTS,
+    }
+    assert {what: found[what].host_bytes for what in host_bytes} == host_bytes
+    assert list(found)[2:] == [*host_bytes, "--world-size 16"]
+    assert found["--world-size 16"] == needs(MODEL_8B, Setup(world_size=16))[1]
+
+
+@pytest.mark.parametrize(
+    ("setup", "options"),
+    [
+        (Setup(engine="fsdp2"), ["--dtype 24-bit-masters", "--dtype bf16-masters"]),
+        (Setup(engine="fsdp2", dtype="bf16-masters"), []),
+        (Setup(stage=0, offload="none"), ["--offload cpu --stage 2"]),
+        (Setup(stage=3, offload="none"), ["--offload cpu --stage 3"]),
+    ],
+)
+def test_cases_are_changes_of_settings_that_can_be(setup, options):
+    found = list(cases(setup, 0.001, 0.001))
+    assert found[2 : 2 + len(options)] == options
+    assert not any("--world-size" in what for what in found)  # no number is enough
