@@ -5,7 +5,6 @@ import platform
 import re
 import sys
 import sysconfig
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -43,18 +42,6 @@ def dist(tmp_path_factory):
 def wheel(dist):
     (path,) = dist.glob("*.whl")
     return path
-
-
-def test_sdist_holds_every_file_of_the_folders_that_users_read(dist):
-    (path,) = dist.glob("*.tar.gz")
-    names = {name.partition("/")[2] for name in tarfile.open(path).getnames()}
-    folders = "benchmarks", "configs", "csrc", "docs", "examples", "launch", "tests", "zero8"
-    paths = [path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).rglob("*.*")]
-    files = [path for path in paths if (ROOT / path).is_file() and path.suffix != ".pyc"]
-    assert len(files) > 500
-    assert [str(path) for path in files if path.as_posix() not in names] == []
-    assert {"Makefile", "README.md", "CHANGELOG.md", "LICENSE", "CONTRIBUTING.md"} <= names
-    assert "mkdocs.yml" in names
 
 
 def test_wheel_holds_the_package_and_every_source_file(wheel):
