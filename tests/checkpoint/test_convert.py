@@ -19,6 +19,7 @@ from convert_cases import (
     check,
     converted,
     pieces_of,
+    rows_of,
     same,
     trained_names,
     uncut,
@@ -222,14 +223,7 @@ def loaded(made, standing_ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
 def test_convert_to_dcp_loads_and_goes_on_under_fsdp2(source, loaded, source_at):
-    world = world_of(source)
-    rows = [
-        (name, start * width, min(chunk, SHAPES[name][0] - start) * width)
-        for name in SHAPES
-        for width in [math.prod(SHAPES[name][1:])]
-        for chunk in [-(-SHAPES[name][0] // world)]
-        for start in range(0, SHAPES[name][0], chunk)
-    ]
+    rows = rows_of(world_of(source))
     for rank in loaded("dcp", source):
         check(rank["loaded"], unconverted()[0], pieces_of(source_at(source)))
         check(rank["stepped"], unconverted()[1], pieces_of(source_at(source)), rows)

@@ -6,13 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from convert_cases import converted, same
-from fsdp_worker import start
 from int8_weights import int8_param
 from small_optimizers import param, set_grads
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from zero8 import Adam8bitBlockwise
 from zero8.spec import int8_rows
@@ -43,23 +40,6 @@ def save(folder: Path, content: dict) -> Path:
     return folder
 
 
-def save_cut(folder: Path, cut: list[str]) -> None:
-    """Write a folder by all ranks, with some of codes, scales and moments cut between rows."""
-    start()
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-
-    def rows_of(values: object) -> object:
-        is_cut = isinstance(values, Tensor) and len(values) == SHAPE[0]
-        return distribute_tensor(values, mesh, [Shard(0)]) if is_cut else values
-
-    _, content = trained()
-    model, states = content["model"], content["optimizer"]["state"]
-    model |= {key: rows_of(model[key]) for key in (CODES, SCALES) if key in cut}
-    if "moments" in cut:
-        states[NAME] = {key: rows_of(value) for key, value in states[NAME].items()}
-    dcp.save(content, checkpoint_id=folder)
-
-
 def decoded(params):
     return int8_rows.decoded(params[NAME].int_data, params[NAME].scale)
 
@@ -75,20 +55,6 @@ def test_convert_of_int8_weights_to_plain_decodes_them_and_keeps_their_states(dt
     assert torch.equal(found["model"][NAME], decoded(params))
     state = content["optimizer"]["state"][NAME]
     assert same(found["optimizer"]["state"][0], state, state)
-
-
-@pytest.mark.parametrize(
-    "cut",
-    [(CODES, SCALES, "moments"), (CODES, "moments")],
-    ids=["all", "all but scales"],
-)
-def test_convert_of_int8_weights_that_ranks_cut_joins_them(cut, standing_ranks, tmp_path):
-    standing_ranks(2).run(save_cut, folder=tmp_path / "in", cut=list(cut))
-    assert converted(tmp_path / "in", tmp_path / "out", "plain")["notes"] == []
-    params, _ = trained()
-    model = torch.load(tmp_path / "out", weights_only=True)["model"]
-    assert model.keys() == params.keys()
-    assert torch.equal(model[NAME], decoded(params))
 
 
 @pytest.mark.parametrize("part", ["_data", "_tensor"])

@@ -75,21 +75,6 @@ def test_run_killed_at_any_write_of_a_save_resumes_with_the_bits_of_one_never_di
     assert first[-1] < MOST_STEPS
 
 
-def test_save_over_the_only_tag_that_is_killed_says_why_nothing_loads(tmp_path):
-    """Whoever saves under one name has one checkpoint, and none while it is written."""
-    job = {"timeout_s": JOB_TIMEOUT_S, "tag": "last", "ds_config": config()}
-    saved = run(tmp_path, **job)
-    assert saved["statuses"] == [0, 0]
-    writes = saved["notes"][1]["writes"]
-    killed = run(tmp_path, **job, kill=(1, writes // 2))
-    assert killed["statuses"][1] == -9
-    ended = run(tmp_path, **job)
-    assert ended["statuses"] == [3, 3]
-    for rank in range(RANKS):
-        log = (tmp_path / f"rank{rank}.log").read_text()
-        assert "checkpoints/last is incomplete: saving it was interrupted" in log
-
-
 # --- A disk that is full -------------------------------------------------------------------------
 
 

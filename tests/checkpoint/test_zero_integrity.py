@@ -55,6 +55,14 @@ def cut(path):
     os.truncate(path, path.stat().st_size - 7)
 
 
+def names(text):
+    return lambda path: path.write_bytes(text)
+
+
+def one_too_many(path):
+    shutil.copyfile(path, path.with_name("mp_rank_07_model_states.pt"))
+
+
 # --- What is damaged -----------------------------------------------------------------------------
 
 # The file, what happens to it, and what the error says.
@@ -65,21 +73,9 @@ DAMAGES = {
     "rank 1, flipped": (OTHER, flip, f"{BY_RANK_1}: contents differ"),
     "rank 1, missing": (OTHER, os.remove, f"{BY_RANK_1}: missing"),
     "manifest, flipped": (f"new/{MANIFEST}", flip, "zero8_manifest.json"),
-    "latest, garbage": (
-        "latest",
-        lambda path: path.write_bytes(b"\xff\0new"),
-        "checkpoints/latest",
-    ),
-    "latest, of nothing": (
-        "latest",
-        lambda path: path.write_bytes(b"none"),
-        "there is no such checkpoint",
-    ),
-    "a file too many": (
-        MODEL,
-        lambda path: shutil.copyfile(path, path.with_name("mp_rank_07_model_states.pt")),
-        "mp_rank_07_model_states.pt: not in the manifest",
-    ),
+    "latest, garbage": ("latest", names(b"\xff\0new"), "checkpoints/latest"),
+    "latest, of nothing": ("latest", names(b"none"), "there is no such checkpoint"),
+    "a file too many": (MODEL, one_too_many, "mp_rank_07_model_states.pt: not in the manifest"),
 }
 LAYOUTS = {"zero2 offload": config(), "zero3 offload, bf16": config(stage=3, dtype={})}
 NAMES = ["zero2 offload", pytest.param("zero3 offload, bf16", marks=pytest.mark.slow)]

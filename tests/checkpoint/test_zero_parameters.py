@@ -47,11 +47,9 @@ def together(function, *args):
 
 
 def strip(folder):
-    """Remove the states of the tag "first", and shorten the weights of "second"."""
+    """Remove the states of the tag "first"."""
     for path in Path(folder, "first").glob("*optim_states.pt"):
         path.unlink()
-    path = min(Path(folder, "second").glob("*model_states.pt"))
-    os.truncate(path, path.stat().st_size - 7)
 
 
 def save_and_load(folder: str, layout: str) -> dict:
@@ -86,7 +84,6 @@ def save_and_load(folder: str, layout: str) -> dict:
     load("without states", engine)
     for option, options in WEIGHTS.items():
         load(f"without states, {option}", engine, **options)
-        load(f"cut, {option}", engine, "second", **options)
     return found
 
 
@@ -149,5 +146,3 @@ def test_zero_checkpoint_without_files_of_states_gives_its_weights_if_they_are_e
             error = found[f"without states, {option}"]
             assert error is None if has_weights else error == (kind, text)
             assert (found[f"without states, {option}, weights"] == "") == has_weights
-            kind_of_cut, cut = found[f"cut, {option}"]
-            assert kind_of_cut == "ValueError" and "model_states.pt (written by rank 0)" in cut

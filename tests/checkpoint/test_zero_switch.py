@@ -7,7 +7,7 @@ import pytest
 import torch
 from convert_worker import settings, visit
 from deepspeed.accelerator import get_accelerator
-from universal_cuts import check_within_half_a_code, convert, convert_fp32, decoded, joined
+from universal_cuts import check_moments, convert, convert_fp32, decoded, joined
 from zero_worker import MOMENTS
 
 # A first run also builds DeepSpeed's ops.
@@ -89,6 +89,11 @@ def parts(ours, theirs, entry):
     return made
 
 
+def moments_in(ours, theirs):
+    m, v = (parts(ours, theirs, which) for which in MOMENTS)
+    return {name: dict(zip(MOMENTS, (m[name], v[name]), strict=True)) for name in m}
+
+
 def of_ranks(results, when):
     return [result[when] for result in results]
 
@@ -109,13 +114,7 @@ def test_fp32_adam_goes_on_in_8_bits_within_half_a_code(switched, stage, adam, w
     for name, master in parts(ours, theirs, "master").items():
         assert torch.equal(held[name]["weights"], master), name
     assert steps_of(of_ranks(found[way], "stepped")) == {len(BEFORE + AFTER)}
-    for which in MOMENTS:
-        for name, exact in parts(ours, theirs, which).items():
-            scales = held[name].get(f"{which}_scale")
-            if scales is None:
-                assert torch.equal(held[name][which], exact), name
-            else:
-                check_within_half_a_code(exact, held[name][which], scales, which)
+    check_moments(moments_in(ours, theirs), held)
 
 
 @pytest.mark.slow
@@ -127,6 +126,6 @@ def test_8_bits_go_on_in_an_fp32_adam_exactly(switched, stage, adam):
     held = joined(ours)
     for name, master in parts(ours, theirs, "master").items():
         assert torch.equal(held[name]["weights"], master), name
-    for which in MOMENTS:
-        for name, got in parts(ours, theirs, which).items():
+    for name, moments in moments_in(ours, theirs).items():
+        for which, got in moments.items():
             assert torch.equal(decoded(held[name], which), got), (name, which)

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests of conversions share: the command, and which blocks a shard boundary cuts."""
 
-import argparse
 import math
-import re
 from pathlib import Path
 
+import pytest
 import torch
 from convert_model import SHAPES
 from fragments import fragments_in
-from torch.distributed.checkpoint import FileSystemReader
 
 from zero8.checkpoint.commands import convert
 from zero8.spec.grid import BlockGrid
@@ -27,23 +25,17 @@ QUANTIZED = ("embed", "wide", "conv", "lora_b", "unused")
 
 
 def converted(source, target, to):
-    """Convert by the command; return its JSON object."""
-    parser = argparse.ArgumentParser()
-    convert.add_arguments(parser)
-    status, found, text = convert.run(parser.parse_args([str(source), str(target), "--to", to]))
-    assert status == 0, text
-    return found
+    """Convert; return what the command prints as JSON."""
+    return convert.convert(Path(source), Path(target), to)
 
 
 def refusal(source, target, to="plain"):
-    """Return what the command says when it refuses, and check that it has left nothing."""
-    parser = argparse.ArgumentParser()
-    convert.add_arguments(parser)
+    """Return why a conversion is refused, and check that it has left nothing."""
     before = sorted(target.parent.iterdir())
-    status, found, text = convert.run(parser.parse_args([str(source), str(target), "--to", to]))
-    assert status == 1 and found["error"] in text
+    with pytest.raises((OSError, ValueError)) as caught:
+        convert.convert(source, target, to)
     assert sorted(target.parent.iterdir()) == before
-    return found["error"]
+    return str(caught.value)
 
 
 def same(a, b, keys):
@@ -51,17 +43,21 @@ def same(a, b, keys):
     return all(torch.equal(torch.as_tensor(a[key]), torch.as_tensor(b[key])) for key in keys)
 
 
+def rows_of(world):
+    """Return (name, first element, elements) of the rows that each rank of FSDP2 holds."""
+    return [
+        (name, start * width, min(chunk, SHAPES[name][0] - start) * width)
+        for name in SHAPES
+        for width in [math.prod(SHAPES[name][1:])]
+        for chunk in [-(-SHAPES[name][0] // world)]
+        for start in range(0, SHAPES[name][0], chunk)
+    ]
+
+
 def pieces_of(source):
     """Return (name, first element, elements) of what ranks have saved."""
     if (Path(source) / ".metadata").exists():  # whose parameters are read as wholes
-        entries = FileSystemReader(source).read_metadata().state_dict_metadata
-        states = ((re.search(r"state\.(.+)\.exp_avg(_q8)?$", key), entries[key]) for key in entries)
-        return [
-            (found[1], chunk.offsets[0] * math.prod(entry.size[1:]), math.prod(chunk.sizes))
-            for found, entry in states
-            if found
-            for chunk in entry.chunks
-        ]
+        return rows_of(len(list(Path(source).glob("*.distcp"))))
     return [
         (fragment.name, fragment.piece.first, fragment.piece.numel)
         for fragment in fragments_in(source)

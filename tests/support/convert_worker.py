@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from zero_worker import base_optimizer, config, held, make_engine, take_step
 
+import zero8
 from zero8 import Adam8bitBlockwise
 
 
@@ -115,9 +116,7 @@ def load_dcp(jobs: list[dict]) -> list[dict]:
 
 
 def _whole(model, optimizer) -> dict[str, dict]:
-    optimizer.state_dict_format = "fp32"
-    states = optimizer.state_dict()["state"]
-    optimizer.state_dict_format = "8bit"
+    states = zero8.export(optimizer)["state"]
     params = [p for group in optimizer.param_groups for p in group["params"]]
     number = {p: n for n, p in enumerate(params)}
     found = {}

@@ -46,7 +46,7 @@ def be_rank(folder, **kwargs) -> None:
     os._exit(0)
 
 
-def job(rank, folder, ds_config, steps=1, kill=None, tag=None):
+def job(rank, folder, ds_config, steps=1, kill=None):
     """Load the checkpoint that is there, note it, take steps, save after each."""
     from zero_worker import held, make_engine, train
 
@@ -55,18 +55,16 @@ def job(rank, folder, ds_config, steps=1, kill=None, tag=None):
         Path(folder, f"rank{rank}.json").write_text(json.dumps(notes))
 
     notes = {}
-    note(stage="start")
     engine = make_engine(ds_config)
     engine.load_checkpoint(f"{folder}/checkpoints")
     first = engine.global_steps
-    note(stage="loaded", first=first, held=[digest(held(engine))], losses=[])
+    note(first=first, held=[digest(held(engine))], losses=[])
     counter = Counter(kill[1] if kill and kill[0] == rank else -1)
     for step in range(first, first + steps):
         note(losses=notes["losses"] + train(engine, 1, first=step))
-        note(held=notes["held"] + [digest(held(engine))], stage="saving")
+        note(held=notes["held"] + [digest(held(engine))])
         with killed_at(counter):
-            engine.save_checkpoint(f"{folder}/checkpoints", tag=tag)
-    note(stage="saved", writes=counter.count)
+            engine.save_checkpoint(f"{folder}/checkpoints")
 
 
 def digest(thing) -> str:

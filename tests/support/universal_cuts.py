@@ -8,7 +8,6 @@ import torch
 from convert_worker import visit
 from deepspeed.checkpoint import ds_to_universal
 from zero_shards import put_together
-from zero_worker import MOMENTS
 
 from zero8.checkpoint.commands import convert as command
 from zero8.spec.adam import ADAM
@@ -66,38 +65,25 @@ def joined(ranks):
     return put_together(ranks, BLOCK_SIZE)
 
 
-def check_same_but_cut_blocks(before, after):
-    """Compare two `joined`: all but blocks that a boundary cuts in either are the same bits.
-
-    Of cut blocks an element may have moved by half a code, the error of being encoded once more:
-    of the exact value that its code stood for before, in the block that it is in now, with the
-    scale that this has.  Both codes of `log` take the nearest level by the bit pattern, which is
-    linear within an octave, so half a code is at most half of the wider of the two gaps beside a
-    level; beside the lowest and the highest level of v, which has one neighbour of its kind, at
-    most the gap.
-    """
-    assert before.keys() == after.keys()
-    whole = {}
-    for name, old in before.items():
-        new = after[name]
-        assert new["holders"].eq(1).all(), name
-        assert torch.equal(old["weights"], new["weights"]), name
-        whole[name] = old["whole"] & new["whole"]
-        for which in MOMENTS:
-            if f"{which}_scale" not in new:
-                assert torch.equal(old[which], new[which]), (name, which)
-                continue
-            for entry in (which, f"{which}_scale"):
-                assert torch.equal(old[entry][whole[name]], new[entry][whole[name]]), (name, entry)
-            cut = ~whole[name]
-            check_within_half_a_code(
-                decoded(old, which)[cut], new[which][cut], new[f"{which}_scale"][cut], which
-            )
-    return whole
+def check_moments(exact, held):
+    """Compare moments, by parameter, with the codes that they got in a `joined`, or float32."""
+    assert held.keys() == exact.keys()
+    for name, moments in exact.items():
+        for which, values in moments.items():
+            scales = held[name].get(f"{which}_scale")
+            if scales is None:
+                assert torch.equal(held[name][which], values), (name, which)
+            else:
+                check_within_half_a_code(values, held[name][which], scales, which)
 
 
 def check_within_half_a_code(exact, codes, scales, which):
-    """Compare values with the codes that they got; see `check_same_but_cut_blocks`."""
+    """Compare values with the codes that they got, with these scales.
+
+    Both codes of `log` take the nearest level by the bit pattern, which is linear within an octave,
+    so half a code is at most half of the wider of the two gaps beside a level; beside the lowest
+    and the highest level of v, which has one neighbour of its kind, at most the gap.
+    """
     code = codec_named(DEFAULT_CODEC).code_of(ADAM.moment(which))
     got = code.decode(codes, scales, 1.0)
     every = torch.arange(256, dtype=torch.uint8).repeat(len(codes), 1)
