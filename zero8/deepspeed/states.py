@@ -7,18 +7,19 @@ states.  So views are stale or missing, with any optimizer, and a rank that miss
 the others hang.  For our optimizers the views are refreshed.
 
 `offload_states` of ZeRO 1 and 2 allocates page-locked memory for a state's elements as floats; for
-our optimizers only codes and scales are copied there.  ZeRO 3 takes no views, and refuses to move
-the states of any but FusedAdam.
+our optimizers only codes and scales are copied there.  ZeRO-3 takes no views; it refuses to move
+master weights and states of any optimizer but FusedAdam, so for ours they are moved here.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 from torch import Tensor
 
 from zero8.deepspeed.gradients import masters_of
 from zero8.deepspeed.moment_tensor import MomentTensor, moments_in
-from zero8.deepspeed.seam import BF16, STAGE12, seam
+from zero8.deepspeed.page_locked import page_locked_zeros
+from zero8.deepspeed.seam import BF16, STAGE3, STAGE12, seam
 
 _VIEWS = "safe_get and safe_set would use stale views, or hang"
 
@@ -99,14 +100,74 @@ def offload(
     original(optimizer, device, pin_memory=pin_memory, non_blocking=non_blocking)
 
 
+_REFUSES = "ZeRO-3 would refuse to move master weights and states"
+
+
+@seam(STAGE3, "offload_states", _REFUSES, "include", "device", "pin_memory", "non_blocking")
+def offload_stage3(
+    original: Callable,
+    zero: Any,
+    include: Container | None = None,
+    device: Any = None,
+    pin_memory: bool = True,
+    non_blocking: bool = False,
+) -> None:
+    """Move master weights and states of ours, and have DeepSpeed move all else."""
+    from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+    from deepspeed.runtime.zero.offload_states import offload_optimizer_states
+
+    device = device or OffloadDeviceEnum.cpu
+    masters, states = OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states
+    wanted = {kind for kind in OffloadStateTypeEnum if include is None or kind in include}
+    ours = (wanted & {masters, states}) - zero.offloaded_states
+    how = {"pin_memory": pin_memory, "non_blocking": non_blocking}
+    if masters in ours:
+        _offload_masters(zero, device.value, **how)
+    if states in ours:
+        offload(offload_optimizer_states, zero.optimizer, device.value, **how)
+    zero.offloaded_states |= ours
+    original(zero, wanted - {masters, states}, device, **how)
+
+
+def _offload_masters(zero: Any, device: str, pin_memory: bool, non_blocking: bool) -> None:
+    """Move master weights; DeepSpeed moves them back from `hp_params_pin_buffers`, if these are."""
+    masters = masters_of(zero)
+    if pin_memory and not hasattr(zero, "hp_params_pin_buffers"):
+        zero.hp_params_pin_buffers = [page_locked_zeros(p.shape, p.dtype) for p in masters]
+    for number, p in enumerate(masters):
+        if hasattr(zero, "hp_params_pin_buffers"):
+            p.data = zero.hp_params_pin_buffers[number].copy_(p, non_blocking=non_blocking)
+        else:
+            p.data = p.data.to(device, non_blocking=non_blocking)
+
+
+@seam(
+    STAGE3.partition(":")[0],
+    "reload_adam_states",
+    _REFUSES,
+    "optimizer",
+    "device",
+    "non_blocking",
+    optimizer=lambda optimizer, *_, **__: optimizer,
+)
+def reload(original: Callable, optimizer: Any, device: Any, non_blocking: bool = False) -> None:
+    """Move states back."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero.offload_states import reload_optimizer_states
+
+    left = reload_optimizer_states(optimizer, device, non_blocking=non_blocking)
+    if non_blocking:
+        get_accelerator().synchronize()  # before their memory goes
+    del left
+
+
 def _page_locked(moment: MomentTensor, non_blocking: bool) -> MomentTensor:
-    """Return a moment in DeepSpeed's page-locked memory; itself if it is on the host."""
+    """Return a moment in page-locked memory; itself if it is on the host."""
     if moment.device.type == "cpu":
         return moment
-    from deepspeed.accelerator import get_accelerator
 
     def copied(buffer: Tensor) -> Tensor:
-        target = get_accelerator().pin_empty_like(buffer, device="cpu")
+        target = page_locked_zeros(buffer.shape, buffer.dtype)
         return target.copy_(buffer, non_blocking=non_blocking)
 
     return MomentTensor(moment.store.with_buffers(copied), dtype=moment.dtype)
