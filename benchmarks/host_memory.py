@@ -45,7 +45,7 @@ def measure(config: dict[str, Any], numel: int, steps: int, width: int = WIDTH) 
     config["optimizer"]["params"]["lr"] = LR
     layers = numel // width**2
     shapes = tuple((f"{k}.weight", (width, width)) for k in range(layers))
-    rows = rows_of(Model("", shapes), with_deepspeed_config(Setup(), config))
+    rows = rows_of(Model("", shapes), with_deepspeed_config(Setup(max_round_mib=0), config))
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = psutil.Process().memory_info().rss
     taken = train(config, layers, steps, width)

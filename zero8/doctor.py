@@ -4,14 +4,17 @@
 import argparse
 import importlib
 import importlib.metadata as metadata
+import json
 import os
 import platform
+from functools import partial
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
 import zero8
 from zero8.deepspeed import seams
+from zero8.environment.page_locked import REMEDY_MIB, max_round_mib, variable_of
 from zero8.environment.versions import TESTED
 from zero8.op import build, cuda, cuda_compile, kernel
 from zero8.op.threads import step_threads
@@ -21,16 +24,20 @@ from zero8.optimizer.elementwise import Adam8bitBlockwise
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    help_text = "a DeepSpeed config, to look at what it does to this machine's memory"
+    parser.add_argument("--ds-config", type=Path, metavar="JSON", help=help_text)
 
 
 def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
     """Return exit status, JSON object and text."""
-    report = examine()
+    report = examine(arguments.ds_config)
     return int(not report["usable"]), report, as_text(report)
 
 
-def examine() -> dict:
+def examine(ds_config: Path | None = None) -> dict:
     """Return the findings as plain data, and as "lines" for people; builds the op if needed.
+
+    A DeepSpeed config is looked at, too, if it is given.
 
     "problems" keep zero8 from working, "warnings" do not; it is "usable" without problems.
     """
@@ -43,6 +50,7 @@ def examine() -> dict:
         ("op", _op),
         ("cuda_kernel", _cuda_kernel),
         ("autoload", _autoload),
+        ("page_locked", partial(_page_locked, ds_config)),
     ):
         try:
             report[name] = part(report)
@@ -148,6 +156,26 @@ def _deepspeed(report: dict) -> dict | None:
     lines.append(("seams", f"{fit} of {len(changed)} fit DeepSpeed {version}"))
     states = {seam.label: seam.state for seam in changed}  # missing, present or installed
     return {"accelerator": device, "libaio": libaio, "seams": states}
+
+
+def _page_locked(ds_config: Path | None, report: dict) -> dict | None:
+    """Return whether torch rounds up what a config page-locks, None if it page-locks nothing."""
+    config = json.loads(ds_config.read_text()) if ds_config else {}
+    zero = config.get("zero_optimization", {})
+    offloads = [zero.get(part) or {} for part in ("offload_optimizer", "offload_param")]
+    is_locked = [o.get("device", "none") != "none" and o.get("pin_memory", True) for o in offloads]
+    if not any(is_locked):
+        return None
+    threshold = max_round_mib(os.environ)
+    text = "tensors as they are" if threshold is not None else "tensors rounded up"
+    report["lines"].append(("page-locked", text))
+    if threshold is None:
+        report["warnings"].append(
+            "torch rounds page-locked tensors up to powers of two of bytes; avoid it with "
+            f"{variable_of(REMEDY_MIB)} (torch 2.13), or with DS_PIN_MEMORY_BACKEND=native; "
+            "zero8 plan --ds-config says how much it is"
+        )
+    return {"max_round_mib": threshold}
 
 
 def _autoload(report: dict) -> dict:

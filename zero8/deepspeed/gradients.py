@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from zero8.deepspeed.page_locked import page_locked_zeros
 from zero8.deepspeed.seam import STAGE3, STAGE12, seam
 from zero8.state.grads import has_other_dtype, set_grad
 from zero8.state.tell import tell_once
@@ -106,8 +107,7 @@ def widen(zero: Any, why: str) -> None:
         return
     _wait_for_gradients(zero)
     for p in masters:
-        wide = torch.empty_like(p.grad, dtype=p.dtype, pin_memory=p.grad.is_pinned())
-        set_grad(p, wide.copy_(p.grad))
+        set_grad(p, _zeros_like(p.grad, p.dtype).copy_(p.grad))
     tell_once(f"zero8: gradients in host memory are float32 from now on, and take more: {why}")
     if hasattr(zero, "_get_offload_gradient_dict"):  # views, for safe_get_full_grad
         zero._get_offload_gradient_dict()
@@ -134,7 +134,13 @@ def _narrow(p: Tensor, dtype: torch.dtype) -> None:
     assert old is not None, "DeepSpeed has made it"
     if _is_freed_by_deepspeed(old) or old.dtype == dtype or not _can_hold(p, dtype):
         return
-    set_grad(p, torch.zeros_like(old, dtype=dtype, pin_memory=old.is_pinned()))
+    set_grad(p, _zeros_like(old, dtype))
+
+
+def _zeros_like(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    if grad.is_pinned():
+        return page_locked_zeros(grad.shape, dtype)
+    return torch.zeros_like(grad, dtype=dtype)
 
 
 def _free_page_locked() -> None:

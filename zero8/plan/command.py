@@ -3,8 +3,10 @@
 
 import argparse
 import json
+import os
 from pathlib import Path
 
+from zero8.environment.page_locked import max_round_mib
 from zero8.plan.memory import Memory
 from zero8.plan.model import Model
 from zero8.plan.report import GIB, Plan, summary, text
@@ -107,6 +109,7 @@ def _known(values: dict) -> dict:
 def _setup(arguments: argparse.Namespace) -> Setup:
     given = _known(vars(arguments))
     sizes = {name: given[name] for name in NOT_OF_CONFIG if name in given}
+    sizes["max_round_mib"] = max_round_mib(os.environ)  # as torch will read it in the run
     settings = {name: given[name] for name in OF_CONFIG if name in given}
     if arguments.ds_config is None:
         if "optimizer" in settings:

@@ -3,39 +3,53 @@
 
 Derived from the sources of DeepSpeed 0.19.8 and PyTorch's FSDP2; tests/plan compares it with the
 tensors of engines.  It excludes activations, the memory of CUDA and the frameworks themselves, and
-the overhead of allocators.
+the overhead of allocators, but of that for page-locked memory.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
 
+from zero8.environment.page_locked import REMEDY_MIB, rounding_bytes, variable_of
 from zero8.plan.model import Model
 from zero8.plan.setup import GPU, HOME, HOST, Setup, counted
 from zero8.plan.share import Share, share_of
 
+ROUNDING = "page-locked memory, rounded up"
+
 
 @dataclass(frozen=True)
 class Row:
-    """Bytes of one rank in a place, with an fp32 Adam and with zero8."""
+    """Bytes of one rank in a place, with an fp32 Adam and with zero8, and what rounding adds."""
 
     place: str
     what: str
     fp32_bytes: int
     zero8_bytes: int
+    fp32_rounding_bytes: int = 0
+    zero8_rounding_bytes: int = 0
 
 
 def rows_of(model: Model, setup: Setup) -> list[Row]:
-    """Return the nonempty rows of one rank."""
+    """Return the nonempty rows of one rank, the last of them what rounding adds to all others."""
     share, home = share_of(model, setup), HOME[setup.offload]
     if setup.engine == "fsdp2":
-        rows = _fsdp2(setup, share)
+        rows = [*_fsdp2(setup, share)]
     elif setup.stage == 3:
-        rows = _stage3(model, setup, share)
+        rows = [*_stage3(model, setup, share)]
     else:
-        rows = _stages_0_to_2(model, setup, share)
-    corrections = Row(home, "corrections of bf16 weights", 0, setup.correction_bytes * share.numel)
-    moments = Row(home, "moments", share.fp32_bytes, share.zero8_bytes)
-    return [row for row in (*rows, moments, corrections) if row.fp32_bytes or row.zero8_bytes]
+        rows = [*_stages_0_to_2(model, setup, share)]
+    added = [sum(x) for x in zip(*(row[4:] for row in map(astuple, rows)), strict=True)]
+    rows += [
+        Row(home, "moments", share.fp32_bytes, share.zero8_bytes),
+        Row(home, "corrections of bf16 weights", 0, setup.correction_bytes * share.numel),
+        Row(HOST, ROUNDING, *added),
+    ]
+    return [row for row in rows if row.fp32_bytes or row.zero8_bytes]
+
+
+def rounding_of(model: Model, setup: Setup) -> int:
+    """Return what rounding adds to a rank's page-locked memory with zero8."""
+    return sum(row.zero8_bytes for row in rows_of(model, setup) if row.what == ROUNDING)
 
 
 def total(rows: list[Row], place: str) -> tuple[int, int]:
@@ -48,11 +62,25 @@ def _same(place: str, what: str, num_bytes: int) -> Row:
     return Row(place, what, num_bytes, num_bytes)
 
 
+def _tensors(
+    setup: Setup, place: str, what: str, fp32: Sequence[int], zero8: Sequence[int] | None = None
+) -> Row:
+    """Return the row of tensors of these bytes, which frameworks page-lock in host memory."""
+    both = (fp32, fp32 if zero8 is None else zero8)
+    is_locked = place == HOST and setup.page_locks
+    added = (rounding_bytes(sizes, setup.max_round_mib) if is_locked else 0 for sizes in both)
+    return Row(place, what, *map(sum, both), *added)
+
+
+def _of_bytes(numels: Sequence[int], each_bytes: int) -> list[int]:
+    return [each_bytes * numel for numel in numels]
+
+
 def _fsdp2(setup: Setup, share: Share) -> Iterator[Row]:
     """Gradients are shards of the parameters' dtype; gathered weights are not counted."""
     home = HOME[setup.offload]
-    yield _same(home, "weights", share.weight_bytes)
-    yield _same(home, "gradients", setup.master_bytes * share.numel)
+    yield _tensors(setup, home, "weights", share.weights_bytes)
+    yield _tensors(setup, home, "gradients", _of_bytes(share.numels, setup.master_bytes))
 
 
 def _stages_0_to_2(model: Model, setup: Setup, share: Share) -> Iterator[Row]:
@@ -67,18 +95,18 @@ def _stages_0_to_2(model: Model, setup: Setup, share: Share) -> Iterator[Row]:
     if setup.stage:
         yield _buckets(setup, 2 if setup.overlap_comm else 1)
     if setup.stage or setup.dtype != "fp32":
-        yield _same(home, "master weights", master * numel)
-        own_grads = setup.zero8_grad_bytes * numel
-        yield Row(home, "gradients of the step", master * numel, own_grads)
+        wide = _of_bytes(share.numels, master)
+        yield _tensors(setup, home, "master weights", wide)
+        yield _step_gradients(setup, home, wide, setup.zero8_grad_bytes * numel)
     if not offloaded:
         return
     # zero8 sends master weights of the model's own dtype from where they are.
-    sent = weight * numel if master != weight else 0
-    yield Row(HOST, "weights on their way", weight * numel, sent)
-    yield _same(HOST, "largest gradient", weight * model.largest_numel)
+    sent = _of_bytes(share.numels, weight)
+    yield _tensors(setup, HOST, "weights on their way", sent, sent if master != weight else ())
+    yield _tensors(setup, HOST, "largest gradient", [weight * model.largest_numel])
     yield _same(GPU, "largest gradient", weight * model.largest_numel)
     if setup.accumulation_steps > 1 and master == 4:
-        yield _same(HOST, "accumulated gradients", weight * share.touched_numel)
+        yield _tensors(setup, HOST, "accumulated gradients", _of_bytes(share.touched, weight))
 
 
 def _stage3(model: Model, setup: Setup, share: Share) -> Iterator[Row]:
@@ -94,18 +122,41 @@ def _stage3(model: Model, setup: Setup, share: Share) -> Iterator[Row]:
     has_one_gradient = is_in_host and setup.accumulation_steps == 1
     own_masters = 0 if has_one_weight else master * numel
     own_grads = 0 if has_one_gradient else setup.zero8_grad_bytes * num_grads
-    yield _same(HOST if setup.offload_params else GPU, "weights", weight * numel)
+    yield _tensors(setup, HOST if setup.offload_params else GPU, "weights", [weight * numel])
     yield _same(GPU, "gathered weights, at most", weight * gathered)
-    yield _same(GPU if setup.offload == "none" else HOST, "gradients", weight * numel)
+    grads_on = GPU if setup.offload == "none" else HOST
+    yield _tensors(setup, grads_on, "gradients", [weight * numel])
     yield _buckets(setup, 1)  # even if it overlaps
     yield Row(home, "master weights", master * numel, own_masters)
-    yield Row(home, "gradients of the step", master * num_grads, own_grads)
+    if is_in_host:
+        wide = _of_bytes(_sub_groups(share.numels, setup.sub_group_numel), master)
+        yield _step_gradients(setup, home, wide, own_grads)
+    else:
+        yield Row(home, "gradients of the step", master * num_grads, own_grads)
     if setup.offload == "nvme":
         yield _same(HOST, "buffers of swapping", master * sub_group * setup.buffer_count)
         # An fp32 Adam's moments use DeepSpeed's buffers; zero8 has its own.
         count = 3 if setup.pipelined else 1
         own_buffers = count * share.zero8_bytes * sub_group // max(1, numel)
         yield Row(HOST, "buffers of 8-bit states", 0, own_buffers)
+
+
+def _step_gradients(setup: Setup, place: str, wide: Sequence[int], own_bytes: int) -> Row:
+    """Return the row of the gradients that the step reads; narrow ones are allocated exactly."""
+    if own_bytes == sum(wide):
+        return _tensors(setup, place, "gradients of the step", wide)
+    row = _tensors(setup, place, "gradients of the step", wide, ())
+    return replace(row, zero8_bytes=own_bytes)
+
+
+def _sub_groups(numels: Sequence[int], sub_group_numel: int) -> list[int]:
+    """Return the elements of the groups that ZeRO 3 makes of parameters."""
+    groups = [0]
+    for numel in numels:
+        if groups[-1] >= sub_group_numel:
+            groups.append(0)
+        groups[-1] += numel
+    return groups
 
 
 def _buckets(setup: Setup, count: int) -> Row:
@@ -159,6 +210,9 @@ def cases_of(model: Model, setup: Setup, there: Memory) -> list[tuple[str, Memor
 
 def _changes(setup: Setup) -> Iterator[tuple[str, dict]]:
     """Yield descriptions of changes, and for each the attributes of `Setup` to set."""
+    if setup.page_locks and setup.max_round_mib is None and setup.offload != "none":
+        rounded = f"page-locked memory not rounded up ({variable_of(REMEDY_MIB)})"
+        yield rounded, {"max_round_mib": REMEDY_MIB}
     if setup.offload == "none":
         stage = setup.stage or 2
         offload = {"offload": "cpu", "stage": stage}

@@ -2,12 +2,13 @@
 """The plan as one JSON object and as tables."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import NamedTuple
 
 from tabulate import tabulate
 
-from zero8.plan.memory import Memory, cases_of, needs, rows_of, total
+from zero8.environment.page_locked import REMEDY_MIB, variable_of
+from zero8.plan.memory import Memory, cases_of, needs, rounding_of, rows_of, total
 from zero8.plan.model import Model
 from zero8.plan.setup import GPU, HOST, NVME, Setup, counted
 from zero8.plan.step_time import RECORD, Hardware, steps_of
@@ -88,6 +89,7 @@ def _step_lines(plan: Plan) -> list[list[str]]:
 def _remarks(plan: Plan) -> Iterator[str]:
     setup, hardware = plan.setup, plan.hardware
     yield "Not counted: activations, and what CUDA and allocators add."
+    yield from _of_page_locked(plan.model, setup)
     if steps_of(*plan[:3])[0].seconds is None:
         yield "Step time: not estimated on GPUs, for Muon and for INT8 weights."
     else:
@@ -97,6 +99,19 @@ def _remarks(plan: Plan) -> Iterator[str]:
             f"One core takes {fp32_ns:.2f} ns/param for fp32 Adam, {zero8_ns:.2f} for zero8 "
             f"({'--core-ns' if hardware.core_ns else RECORD})."
         )
+
+
+def _of_page_locked(model: Model, setup: Setup) -> Iterator[str]:
+    """Say what rounding adds to a host, and how to avoid it, if it is worth it."""
+    added = setup.ranks_here * rounding_of(model, setup)
+    if added < GIB:
+        return
+    without = replace(setup, max_round_mib=REMEDY_MIB)
+    rest = setup.ranks_here * rounding_of(model, without)
+    yield (
+        f"Page-locked memory: torch rounds tensors up to powers of two: {_gib(added)} GiB more.\n"
+        f"With {variable_of(REMEDY_MIB)} (torch 2.13): {_gib(rest)}."
+    )
 
 
 def _verdict(plan: Plan) -> str:

@@ -52,6 +52,8 @@ class Setup:
         offload_params: whether 16-bit weights are in host memory, too (stage 3).
         weights: of linear layers: `plain`, or `int8` for torchao's INT8 weights.
         accumulation_steps: micro-batches per step.
+        page_locks: whether frameworks page-lock what is in host memory.
+        max_round_mib: torch's `pinned_max_round_threshold_mb`; None if it rounds all tensors up.
         reduce_bucket_numel: DeepSpeed's `reduce_bucket_size`, in elements, as its other sizes.
         pipelined: whether transfers to and from NVMe overlap with the step.
         algorithm_name: of zero8's optimizer and of the fp32 one beside it.
@@ -69,6 +71,8 @@ class Setup:
     weights: str = PLAIN
     world_size: int = 1
     ranks_per_host: int = 8
+    page_locks: bool = True
+    max_round_mib: int | None = None
     accumulation_steps: int = 1
     reduce_bucket_numel: int = 500_000_000
     overlap_comm: bool = False
@@ -176,6 +180,7 @@ def with_deepspeed_config(setup: Setup, config: dict) -> Setup:
         "stage": zero.get("stage", 0),
         "offload": offload.get("device", "none"),
         "offload_params": params_on != "none",
+        "page_locks": offload.get("pin_memory", True),
         "dtype": _dtype(config),
         "overlap_comm": zero.get("overlap_comm") is True,
         "buffer_count": offload.get("buffer_count", setup.buffer_count),

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 
 from zero8.optimizer.muon import is_for_muon, largest_first
 from zero8.plan.model import Model, Param
@@ -30,18 +30,29 @@ class Share:
     """The largest share of a rank.
 
     Attributes:
-        numel: elements, padding included.
-        weight_bytes: weights that the optimizer updates.
-        touched_numel: of ZeRO 1 and 2, elements of all parameters that the rank holds a part of.
+        numels: elements of each tensor that the optimizer updates, padding included: a parameter,
+            or a whole group of ZeRO 1 and 2.
+        weights_bytes: of each of these tensors.
+        touched: of ZeRO 1 and 2, elements of each parameter that the rank holds a part of.
         fp32_bytes: moments of the fp32 optimizer.
         zero8_bytes: codes, scales and float32 moments of zero8.
     """
 
-    numel: int
-    weight_bytes: int
-    touched_numel: int
+    numels: tuple[int, ...]
+    weights_bytes: tuple[int, ...]
+    touched: tuple[int, ...]
     fp32_bytes: int
     zero8_bytes: int
+
+    @cached_property
+    def numel(self) -> int:
+        """All elements."""
+        return sum(self.numels)
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that the optimizer updates."""
+        return sum(self.weights_bytes)
 
 
 @lru_cache(maxsize=32)  # memory and step both ask for it
@@ -66,16 +77,19 @@ def _by_algorithm(model: Model, setup: Setup) -> ByAlgorithm:
 
 def _of_each_parameter(by_algorithm: ByAlgorithm, setup: Setup) -> Share:
     """Return the share of the first rank, as no rank has more."""
-    numel = weight_bytes = fp32_bytes = zero8_bytes = 0
+    fp32_bytes = zero8_bytes = 0
+    numels: list[int] = []
+    weights_bytes: list[int] = []
     for algorithm, params in by_algorithm.items():
+        here_of = [_first_part(shape, setup) for _, shape in params]
+        numels += here_of
+        weights_bytes += map(partial(_weight_bytes, setup), params, here_of)
         for param, count in _counted(params, setup).items():
             here, whole = _first_part(param[1], setup), math.prod(param[1])
-            numel += count * here
-            weight_bytes += count * _weight_bytes(param, here, setup)
             fp32_bytes += count * _fp32_bytes(algorithm, here)
             held = min(here, whole)
             zero8_bytes += count * _moment_bytes(setup, algorithm, param, 0, held)
-    return Share(numel, weight_bytes, 0, fp32_bytes, zero8_bytes)
+    return Share(tuple(numels), tuple(weights_bytes), (), fp32_bytes, zero8_bytes)
 
 
 def _counted(params: Sequence[Param], setup: Setup) -> Counter[Param]:
@@ -85,7 +99,7 @@ def _counted(params: Sequence[Param], setup: Setup) -> Counter[Param]:
     return Counter(("", shape) for _, shape in params)
 
 
-def _weight_bytes(param: Param, numel: int, setup: Setup) -> int:
+def _weight_bytes(setup: Setup, param: Param, numel: int) -> int:
     name, shape = param
     if setup.has_int8_weights and len(shape) == 2 and "embed" not in name:
         return numel + setup.master_bytes * numel // shape[1]  # a scale per row
@@ -100,17 +114,20 @@ def _first_part(shape: tuple[int, ...], setup: Setup) -> int:
 
 def _of_flat(by_algorithm: ByAlgorithm, setup: Setup) -> Share:
     ranks = 1 if setup.stage == 0 else setup.world_size
-    numel = fp32_bytes = 0
-    bytes_of, touched_by = [0] * ranks, [0] * ranks
+    numels, fp32_bytes = [], 0
+    bytes_of: list[int] = [0] * ranks
+    touched_by: list[list[int]] = [[] for _ in range(ranks)]
     for algorithm, params in by_algorithm.items():
         total = sum(math.prod(shape) for _, shape in params)
         rank_numel = -(-total // (FLAT_ALIGNMENT * ranks)) * FLAT_ALIGNMENT
-        numel += rank_numel
+        numels.append(rank_numel)
         fp32_bytes += _fp32_bytes(algorithm, rank_numel)
         for param, rank, first, held in _pieces(params, rank_numel):
             bytes_of[rank] += _moment_bytes(setup, algorithm, param, first, held)
-            touched_by[rank] += math.prod(param[1])
-    return Share(numel, setup.master_bytes * numel, max(touched_by), fp32_bytes, max(bytes_of))
+            touched_by[rank].append(math.prod(param[1]))
+    weights_bytes = tuple(setup.master_bytes * numel for numel in numels)
+    touched = tuple(max(touched_by, key=sum))
+    return Share(tuple(numels), weights_bytes, touched, fp32_bytes, max(bytes_of))
 
 
 def _pieces(params: Sequence[Param], rank_numel: int) -> Iterator[tuple[Param, int, int, int]]:
