@@ -108,20 +108,14 @@ class Adam(Algorithm):
         )
         return AdamScalars(*np.array(exact, np.float32).tolist())
 
-    def advance(
-        self, s: AdamScalars, g: Tensor, moments: Sequence[Tensor]
+    def step(
+        self, s: AdamScalars, p: Tensor, g: Tensor, moments: Sequence[Tensor]
     ) -> tuple[list[Tensor], Tensor]:
-        """See `Algorithm`; the carried tensor is the denominator."""
+        """See `Algorithm`."""
         m = ieee.fma(s.one_minus_beta1, g, moments[0])
         v, denominator = second_moment(s, g, moments[1])
-        return [m, v], denominator
-
-    def param(
-        self, s: AdamScalars, p: Tensor, moments: Sequence[Tensor], carried: Tensor
-    ) -> Tensor:
-        """See `Algorithm`."""
-        ratio = ieee.div(moments[0], carried).clamp(-s.max_ratio, s.max_ratio)
-        return ieee.fma(-s.step_size, ratio, ieee.mul(s.decay, p))
+        ratio = ieee.div(m, denominator).clamp(-s.max_ratio, s.max_ratio)
+        return [m, v], ieee.fma(-s.step_size, ratio, ieee.mul(s.decay, p))
 
 
 def second_moment(s: Scalars, g: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

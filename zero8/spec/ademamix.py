@@ -131,23 +131,17 @@ class Ademamix(Algorithm):
         )
         return AdemamixScalars(*np.array(exact, np.float32).tolist())
 
-    def advance(
-        self, s: AdemamixScalars, g: Tensor, moments: Sequence[Tensor]
+    def step(
+        self, s: AdemamixScalars, p: Tensor, g: Tensor, moments: Sequence[Tensor]
     ) -> tuple[list[Tensor], Tensor]:
-        """See `Algorithm`; the carried tensor is the denominator."""
+        """See `Algorithm`."""
         fast = ieee.fma(s.one_minus_beta1, g, moments[0])
         slow = ieee.fma(s.one_minus_beta3, g, moments[1])
         v, denominator = second_moment(s, g, moments[2])
-        return [fast, slow, v], denominator
-
-    def param(
-        self, s: AdemamixScalars, p: Tensor, moments: Sequence[Tensor], carried: Tensor
-    ) -> Tensor:
-        """See `Algorithm`."""
-        fast = ieee.mul(s.inverse_correction1, moments[0])
-        ratio = ieee.div(ieee.fma(s.alpha, moments[1], fast), carried)
+        corrected = ieee.mul(s.inverse_correction1, fast)
+        ratio = ieee.div(ieee.fma(s.alpha, slow, corrected), denominator)
         clipped = ratio.clamp(-s.max_ratio, s.max_ratio)
-        return ieee.fma(-s.lr, clipped, ieee.mul(s.decay, p))
+        return [fast, slow, v], ieee.fma(-s.lr, clipped, ieee.mul(s.decay, p))
 
 
 def beta3_at(step: int, group: Group) -> float:

@@ -98,15 +98,13 @@ class Algorithm(ABC):
         """
 
     @abstractmethod
-    def advance(self, s: Any, g: Tensor, moments: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """Return the new moments, and a tensor that `param` takes as `carried`.
+    def step(
+        self, s: Any, p: Tensor, g: Tensor, moments: Sequence[Tensor]
+    ) -> tuple[list[Tensor], Tensor]:
+        """Return the new moments and the new parameters.
 
         All tensors are (numel,) float32; `moments` are decoded and multiplied by their decays.
         """
-
-    @abstractmethod
-    def param(self, s: Any, p: Tensor, moments: Sequence[Tensor], carried: Tensor) -> Tensor:
-        """Return the new parameters in float32, from the results of `advance`."""
 
     def moment(self, name: object) -> MomentRule:
         """Return the moment called `name`, or raise ValueError with the valid names."""

@@ -64,20 +64,15 @@ class Lion(Algorithm):
         )
         return LionScalars(*np.array(exact, np.float32).tolist())
 
-    def advance(
-        self, s: LionScalars, g: Tensor, moments: Sequence[Tensor]
+    def step(
+        self, s: LionScalars, p: Tensor, g: Tensor, moments: Sequence[Tensor]
     ) -> tuple[list[Tensor], Tensor]:
-        """See `Algorithm`; the carried tensor is the direction."""
+        """See `Algorithm`."""
         (m,) = moments
         direction = ieee.fma(s.one_minus_beta1, g, ieee.mul(s.beta1, m))
-        return [ieee.fma(s.one_minus_beta2, g, ieee.mul(s.beta2, m))], direction
-
-    def param(
-        self, s: LionScalars, p: Tensor, moments: Sequence[Tensor], carried: Tensor
-    ) -> Tensor:
-        """See `Algorithm`."""
-        sign = ieee.mul(2.0**126, carried).clamp(-1.0, 1.0)
-        return ieee.fma(-s.lr, sign, ieee.mul(s.decay, p))
+        sign = ieee.mul(2.0**126, direction).clamp(-1.0, 1.0)
+        m = ieee.fma(s.one_minus_beta2, g, ieee.mul(s.beta2, m))
+        return [m], ieee.fma(-s.lr, sign, ieee.mul(s.decay, p))
 
 
 LION = Lion()

@@ -46,10 +46,7 @@ MAX_STEPS = 99
 
 
 class Muon(Sgd):
-    """Muon with Nesterov's momentum or without, and decoupled weight decay.
-
-    `advance` returns u of (O2), and `param` takes O in its place.
-    """
+    """Muon with Nesterov's momentum or without, and decoupled weight decay."""
 
     name = "muon"
     number = 5

@@ -52,7 +52,7 @@ def step(segment: Segment) -> int:
     if s.l2 != 0.0:
         g = ieee.fma(s.l2, p, g)
     decoded = [_decoded(segment, rule, moment, block) for rule, moment in moments]
-    new, carried = algorithm.advance(s, g, decoded)
+    new, new_p = algorithm.step(s, p, g, decoded)
 
     valid = g.abs() < GRADIENT_LIMIT
     for (rule, _), x in zip(moments, new, strict=True):
@@ -61,7 +61,7 @@ def step(segment: Segment) -> int:
     bad_blocks[block[~valid]] = True
     good = ~bad_blocks[block]
 
-    _store_param(segment, algorithm.param(s, p, new, carried), good)
+    _store_param(segment, new_p, good)
     if segment.weight_sums is not None:
         sums = corrections.new_sums(segment.param, before, block, num_blocks)
         segment.weight_sums[~bad_blocks] = sums[~bad_blocks]

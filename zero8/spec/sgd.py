@@ -93,16 +93,13 @@ class Sgd(Algorithm):
         )
         return SgdScalars(*np.array(exact, np.float32).tolist())
 
-    def advance(
-        self, s: SgdScalars, g: Tensor, moments: Sequence[Tensor]
+    def step(
+        self, s: SgdScalars, p: Tensor, g: Tensor, moments: Sequence[Tensor]
     ) -> tuple[list[Tensor], Tensor]:
-        """See `Algorithm`; the carried tensor is the update."""
-        m = ieee.fma(s.grad_share, g, moments[0])
-        return [m], ieee.fma(s.update_of_moment, m, ieee.mul(s.update_of_grad, g))
-
-    def param(self, s: SgdScalars, p: Tensor, moments: Sequence[Tensor], carried: Tensor) -> Tensor:
         """See `Algorithm`."""
-        return ieee.fma(-s.lr, carried, ieee.mul(s.decay, p))
+        m = ieee.fma(s.grad_share, g, moments[0])
+        update = ieee.fma(s.update_of_moment, m, ieee.mul(s.update_of_grad, g))
+        return [m], ieee.fma(-s.lr, update, ieee.mul(s.decay, p))
 
 
 SGD = Sgd()
