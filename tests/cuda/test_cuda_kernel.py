@@ -21,6 +21,7 @@ from host_kernel import Host
 from places import FOLDERS
 from segments import (
     CODEC_NAMES,
+    DTYPES,
     KINDS,
     Place,
     as_end_of_whole,
@@ -36,10 +37,10 @@ from segments import (
     set_phases,
     tensors,
 )
+from segments import HYPERS as OF_THE_CPU
 
 from zero8.op.cuda import Launch
 from zero8.spec import arithmetic as ieee
-from zero8.spec.ademamix import ADEMAMIX
 from zero8.spec.lion import LION
 from zero8.spec.segment import Moment, Rounding, Segment
 from zero8.spec.sgd import SGD
@@ -51,39 +52,18 @@ codec_names = pytest.mark.parametrize("codec", CODEC_NAMES, ids=lambda name: nam
 # Teams of 8 and 16 threads (parts of a warp), of one warp, of 2, and of 16.
 BLOCK_SIZES = [64, 128, 256, 512, 4096]
 
-DTYPES = {
-    "fp32 from fp32": (FP32, FP32, Rounding.DITHER),
-    "fp32 from bf16": (FP32, BF16, Rounding.DITHER),
-    "fp32 from fp16": (FP32, FP16, Rounding.DITHER),
-    "bf16 from fp32, hash": (BF16, FP32, Rounding.HASH),
-    "bf16 from bf16, nearest": (BF16, BF16, Rounding.NEAREST),
-    "bf16 from bf16, dither": (BF16, BF16, Rounding.DITHER),
-}
-
-ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
-HYPERS = {
-    "adamw": ADAMW,
-    "exact betas": {"lr": 0.25, "betas": (0.5, 0.25), "eps": 0.0, "weight_decay": 0.0},
-    "l2, maximize": {
-        "lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.3, "decoupled": False,
-        "maximize": True,
-    },
-    "no memory": {"lr": 1e-3, "betas": (0.0, 0.0), "eps": 1e-8, "weight_decay": 0.1},
+# Of the CPU's, and scalars that a GPU might flush.
+OF_CPU = (
+    *("adamw", "exact betas", "factor, l2, maximize", "no memory", "long beta1"),
+    *("lion", "ademamix", "sgd", "sgd, nesterov, decoupled, maximize, factor"),
+)
+HYPERS = {name: OF_THE_CPU[name] for name in OF_CPU} | {
     "subnormal scalars": {"lr": 1e-40, "betas": (1e-30, 0.9), "eps": 1e-40, "weight_decay": 0.1},
     "large rate": {"lr": 2.0**119, "betas": (0.9, 0.999), "eps": 1.0, "weight_decay": 0.0},
-    "long beta1": {"lr": 1e-3, "betas": (0.99, 0.999), "eps": 1e-8, "weight_decay": 0.1},
-    "lion": {"algorithm": LION, "lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1},
     "lion, subnormal scalars": {"algorithm": LION, "lr": 1e-40, "betas": (1e-30, 0.9)},
-    "ademamix": {
-        "algorithm": ADEMAMIX, "lr": 1e-3, "weight_decay": 0.1, "t_alpha": 5, "t_beta3": 9
-    },
-    "sgd, l2": {"algorithm": SGD, "lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1},
-    "sgd, nesterov, subnormal scalars": {
-        "algorithm": SGD, "lr": 1e-40, "momentum": 1e-30, "nesterov": True
-    },
-}  # fmt: skip
-
-
+    "sgd, subnormal scalars": {"algorithm": SGD, "lr": 1e-40, "momentum": 1e-30},
+}
+ADAMW, L2 = HYPERS["adamw"], HYPERS["factor, l2, maximize"]
 # Makes normal numbers of subnormal parameters, if they are not flushed first.
 HEAVY_L2 = {**ADAMW, "weight_decay": 2.0**40, "decoupled": False}
 
@@ -156,14 +136,14 @@ def test_cuda_step_any_hyperparameters_equal_the_cpu(host, hyper):
 def test_cuda_step_one_launch_over_all_kinds_does_not_depend_on_the_grid(host, grid):
     """Segments of all codecs, dtypes and block sizes: teams of the largest serve them all."""
     segments = [
-        make(codec, place, scalars_at(1, HYPERS["l2, maximize"]), *dtypes)
+        make(codec, place, scalars_at(1, L2), *dtypes)
         for number, codec in enumerate(CODEC_NAMES)
         for block_size in (64, 256, 1024)
         for place, dtypes in zip(
             places(block_size), list(DTYPES.values())[number:] + list(DTYPES.values()), strict=False
         )
     ]
-    assert_follows_cpu(host, segments, HYPERS["l2, maximize"], count=2, grid=grid)
+    assert_follows_cpu(host, segments, L2, count=2, grid=grid)
 
 
 @pytest.mark.parametrize("block_size", [64, 256, 1024])
@@ -205,7 +185,7 @@ POISON = {"nan": math.nan, "-nan": -math.nan, "inf": math.inf, "2^63": 2.0**63}
 @pytest.mark.parametrize("block_size", [64, 256, 4096])
 def test_cuda_step_nonfinite_gradient_leaves_its_block_as_it_was(host, codec, poison, block_size):
     """The CPU's kernel does the same, as its own tests say."""
-    hyper = HYPERS["l2, maximize"] if math.isinf(poison) else ADAMW
+    hyper = L2 if math.isinf(poison) else ADAMW
     segments = [make(codec, place, scalars_at(1, hyper)) for place in places(block_size)]
     mine = [copied(segment) for segment in segments]
     for _ in advance(segments, mine, hyper, 2):
@@ -286,17 +266,6 @@ def test_cuda_step_reads_nothing_beyond_its_segment(forks, host):
     code = f"import test_cuda_kernel; test_cuda_kernel.step_at_the_end_of_memory({folder!r})"
     done = forks.run(f"import sys; sys.path[:0] = {FOLDERS!r}; {code}")
     assert done.returncode == 0 and "stepped" in done.stdout, done.stderr
-
-
-@pytest.mark.parametrize("offset", range(1, 9))
-def test_cuda_step_any_alignment_equals_the_cpu(host, offset):
-    place = Place((4, 1024), 256, 0, 4096, offset=offset)
-    segments = [
-        make(codec, place, scalars_at(1, ADAMW), *dtypes)
-        for codec in CODEC_NAMES
-        for dtypes in DTYPES.values()
-    ]
-    assert_follows_cpu(host, segments, ADAMW, count=1)
 
 
 def test_cuda_step_blocks_beyond_two_to_the_32_elements_are_stepped_like_any_others(host):

@@ -26,27 +26,18 @@ def segments_of(block_size: int) -> list:
 
 
 @pytest.mark.parametrize("block_size", [64, 256, 4096])
-def test_cuda_op_step_equals_the_cpu(gpu, block_size):
+def test_cuda_op_compiled_once_by_the_backend_of_the_environment_steps_as_the_cpu(
+    block_size, gpu, monkeypatch
+):
+    monkeypatch.setenv("ZERO8_CUDA_BACKEND", "nvrtc")
     segments = segments_of(block_size)
     mine = [copied(segment) for segment in segments]
-    wanted = kernel_steps.step(segments)
-    counts = kernel_steps.step_on_gpu(mine, backend="nvrtc").read()
-    assert counts.dtype == np.int64 and counts.tolist() == wanted and sum(wanted) == 2
+    for _ in range(2):
+        wanted = kernel_steps.step(segments)
+        counts = kernel_steps.step_on_gpu(mine).read()
+        assert counts.dtype == np.int64 and counts.tolist() == wanted and sum(wanted) == 2
     for number, pair in enumerate(zip(mine, segments, strict=True)):
         assert_same(*pair, f"segment {number}")
-    assert gpu.compiled == [(90, "nvrtc")]
-
-
-def test_cuda_op_is_compiled_and_loaded_once_for_a_device(gpu):
-    segments = segments_of(256)
-    for _ in range(3):
-        kernel_steps.step_on_gpu(segments)
-    assert gpu.compiled == [(90, "auto")]
-
-
-def test_cuda_op_backend_of_the_environment_is_the_default(gpu, monkeypatch):
-    monkeypatch.setenv("ZERO8_CUDA_BACKEND", "nvrtc")
-    kernel_steps.step_on_gpu(segments_of(256))
     assert gpu.compiled == [(90, "nvrtc")]
 
 

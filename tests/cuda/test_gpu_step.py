@@ -9,6 +9,7 @@ import pytest
 import torch
 from segments import (
     CODEC_NAMES,
+    DTYPES,
     Place,
     assert_same,
     copied,
@@ -17,7 +18,7 @@ from segments import (
     make,
     scalars_at,
 )
-from test_cuda_kernel import BLOCK_SIZES, DTYPES, HYPERS, advance, places
+from test_cuda_kernel import BLOCK_SIZES, HYPERS, advance, places
 
 from zero8.op import cuda_compile
 from zero8.spec.segment import Segment

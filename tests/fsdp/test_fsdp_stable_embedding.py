@@ -6,14 +6,13 @@ import torch
 from fsdp_worker import start
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from zero8 import Adam8bitBlockwise, StableEmbedding
 
 SHAPE = (90, 64)
 FLOAT32 = 32, "in a StableEmbedding"
-MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-WAYS = ("offload", "mixed", "own", "meta", "made before", "unsharded")
+WAYS = ("offload", "meta", "made before", "unsharded")
 
 
 class Tied(nn.Module):
@@ -46,8 +45,6 @@ def made(way):
     options = {"mesh": mesh}
     if way == "offload":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    if way == "mixed":
-        options["mp_policy"] = MIXED
     if way == "meta":
         model = fully_shard(Tied(device="meta"), **options)
         model.to_empty(device="cpu")
@@ -62,8 +59,6 @@ def made(way):
         group["params"] = [torch.empty(1) for _ in group["params"]]
         group["params"] = list(fully_shard(model, **options).parameters())
         return model, optimizer
-    if way == "own":
-        fully_shard(model.one_row, **options)
     optimizer = optimizer_of(fully_shard(model, **options))
     if way == "unsharded":  # it holds whole parameters between backward and step
         model.set_reshard_after_backward(False)

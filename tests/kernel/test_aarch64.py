@@ -7,11 +7,8 @@ up to 2^-126.  Both targets see to that, each in its own way.
 
 import math
 import random
-import shutil
 from dataclasses import replace
-from itertools import product
 
-import halves
 import kernel_steps
 import pytest
 import torch
@@ -19,7 +16,11 @@ from needs import AARCH64_COMPILER, AARCH64_EMULATOR, need_aarch64
 from piped_kernel import PipedKernel
 from places import SUPPORT
 from segments import (
+    BF16,
     CODEC_NAMES,
+    DTYPES,
+    FP32,
+    HYPERS,
     Place,
     assert_same,
     copied,
@@ -31,7 +32,7 @@ from segments import (
 )
 from test_csrc import COMPILER, CSRC, QUICK, TARGETS, WARNINGS, compile_all, output_of
 from test_int8_kernel import DTYPES as ROWS
-from test_kernel import BF16, DTYPES, FP32, HYPERS, PLACES, steps
+from test_kernel import PLACES, steps
 from test_param_copy import FP16, with_copy
 from test_random_steps import STEPS, hyper_of, prepare, segment_of
 from torch import Tensor
@@ -193,16 +194,6 @@ def test_aarch64_step_any_codec_dtype_place_and_gradient_equals_x86(neon, hyper)
         step_everywhere(neon, segments)
 
 
-def test_aarch64_step_of_the_baseline_any_codec_and_dtype_equals_x86(command):
-    scalar, hyper = PipedKernel(command, "baseline"), HYPERS["adamw"]
-    segments = [
-        make(codec, PLACES[number % len(PLACES)], scalars_at(1, hyper), *dtypes)
-        for number, (codec, dtypes) in enumerate(product(CODEC_NAMES, DTYPES.values()))
-    ]
-    for _ in steps(segments, hyper, 2):
-        step_everywhere(scalar, segments)
-
-
 def test_aarch64_random_steps_of_all_algorithms_equal_x86(neon):
     """Cases of test_random_steps.py, all of a step in one run of the program."""
     chances = [random.Random(number) for number in range(RANDOM_CASES)]
@@ -234,47 +225,6 @@ def test_aarch64_step_special_parameters_and_gradients_equal_x86(arm):
         segment.grad[-1] = [math.nan, math.inf, 2.0**63][number % 3]
     assert sum(step_everywhere(arm, made)) > 0  # those with L2
     assert min(step_everywhere(arm, poisoned)) > 0
-
-
-@pytest.fixture(scope="module")
-def cautious(tmp_path_factory):
-    """NEON's steps that take every result for tiny, so that both loops are always made again."""
-    need_aarch64()
-    folder = tmp_path_factory.mktemp("cautious")
-    csrc = shutil.copytree(CSRC, folder / "csrc")
-    text, asked = (csrc / "vec_neon.h").read_text(), "return status & kUnderflow;"
-    assert text.count(asked) == 1
-    (csrc / "vec_neon.h").write_text(text.replace(asked, "return true;"))
-    sources = [csrc / f"{name}.cpp" for name in (*REST, "step_neon", "step_baseline")]
-    sources.append(SUPPORT / "piped_kernel.cpp")
-    compiler = [AARCH64_COMPILER, "-std=c++17", f"-I{csrc}"]
-    objects = compile_all(sources, [*QUICK, *WARNINGS], folder, compiler)
-    output_of([*compiler, *THREADS, "-static", *objects, "-o", folder / "piped_kernel"])
-    return PipedKernel([AARCH64_EMULATOR, str(folder / "piped_kernel")], "neon")
-
-
-@pytest.mark.parametrize("hyper", ["adamw", "factor, l2, maximize"])
-def test_aarch64_steps_that_are_always_made_again_equal_x86(cautious, hyper):
-    """What follows a tiny result, for all kinds of parameters: few tests have such results."""
-    settings = HYPERS[hyper]
-    segments = [
-        make(codec, place, scalars_at(1, settings), *dtypes)
-        for codec in (None, "log", "log6")
-        for dtypes in DTYPES.values()
-        for place in PLACES[3:6]
-    ]
-    segments += [corrected(one) for one in segments if one.param.dtype == BF16]
-    segments += [with_copy(copied(one), FP16) for one in segments if one.param.dtype == FP32]
-    for _ in steps(segments, settings, 2):
-        step_everywhere(cautious, segments)
-
-
-@pytest.mark.parametrize("row_length", halves.ROW_LENGTHS)
-def test_aarch64_step_every_half_equals_x86(arm, row_length):
-    beyond = halves.among_finite(halves.BEYOND, row_length).flatten()
-    for grad, nonfinite in ((halves.FINITE, 0), (beyond, 2 * 2048)):
-        segments = halves.segments_of(None, grad, row_length, halves.ADAMW)
-        assert step_everywhere(arm, segments) == [nonfinite, nonfinite]
 
 
 # --- Steps next to the smallest normal number ----------------------------------------------------

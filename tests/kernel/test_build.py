@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the op is found, built, kept and loaded: the one of the test run, or a tiny one."""
 
-import errno
 import os
 import shutil
 import sys
@@ -44,33 +43,12 @@ sys.addaudithook(refuse)
 """
 
 
-CONSTRUCTED = """
-import torch, zero8
-from zero8.op import kernel
-for device in ("meta", "cpu"):
-    p = torch.nn.Parameter(torch.ones(64, 64, device=device), requires_grad=device == "cpu")
-    zero8.Adam8bitBlockwise([p])
-    print(device, kernel.module.cache_info().currsize)
-"""
-
-
-@pytest.fixture(scope="session")
-def from_a_copy(forks, whole, tmp_path_factory):
-    """What a process prints that can only read a copy, and has no compiler."""
-    nothing = tmp_path_factory.mktemp("nothing")
-    env = {"TORCH_EXTENSIONS_DIR": str(whole), "PATH": str(nothing), "CXX": None}
-    done = forks.run(READ_ONLY + CONSTRUCTED + processes.STEP, **env)
+def test_copy_of_a_built_folder_that_is_read_only_loads_without_compiler(forks, whole, tmp_path):
+    env = {"TORCH_EXTENSIONS_DIR": str(whole), "PATH": str(tmp_path), "CXX": None}
+    done = forks.run(READ_ONLY + processes.STEP, **env)
     assert done.returncode == 0, done.stderr
     assert "compiling" not in done.stderr
-    return done.stdout.splitlines()
-
-
-def test_copy_of_a_built_folder_that_is_read_only_loads_without_compiler(from_a_copy, whole):
-    assert from_a_copy[-1].startswith(f"stepped with {whole}")
-
-
-def test_constructor_loads_the_op_for_parameters_on_a_served_device(from_a_copy):
-    assert from_a_copy[:2] == ["meta 0", "cpu 1"]
+    assert done.stdout.splitlines()[-1].startswith(f"stepped with {whole}")
 
 
 WITHOUT_DEEPSPEED = """
@@ -181,33 +159,29 @@ def test_build_by_two_processes_is_done_once_and_whoever_waits_says_for_whom(tin
     assert names == [f"{build.NAME}.flock", build.library().parent.name]
 
 
-def test_header_that_changed_is_built_anew_and_the_old_build_stays(tiny, monkeypatch):
-    assert not build.library().is_file()
+@pytest.mark.parametrize(
+    ("name", "text", "number"),
+    [("number.h", "#define NUMBER 2\n", 2), ("flags.txt", "-O0 -DNUMBER_OF_FLAGS\n", 1)],
+)
+def test_source_that_changed_is_built_anew_and_the_old_build_stays(
+    name, text, number, tiny, monkeypatch
+):
     assert build.load().number == 1
-    first = build.library()
-    (tiny / "number.h").write_text("#define NUMBER 2\n")
+    first, before = build.library(), (tiny / name).read_text()
+    (tiny / name).write_text(text)
     assert not build.library().is_file()
-    assert build.load().number == 2
+    assert build.load().number == number
     assert build.library() != first
-    (tiny / "number.h").write_text("#define NUMBER 1\n")
+    (tiny / name).write_text(before)
     monkeypatch.setenv("CXX", NO_COMPILER)
     assert build.load().number == 1
 
 
-@pytest.mark.parametrize("other", ["python", "flags"])
-def test_build_of_another_python_or_flags_is_not_used(tiny, monkeypatch, other):
+def test_build_of_another_python_is_not_used(tiny, monkeypatch):
     build.library().parent.mkdir(parents=True)
     build.library().touch()
-    assert build.library().is_file()
-    if other == "python":
-        monkeypatch.setattr("sysconfig.get_config_var", lambda name: ".cpython-399-riscv64.so")
-    else:
-        (tiny / "flags.txt").write_text("-O1\n")
+    monkeypatch.setattr("sysconfig.get_config_var", lambda name: ".cpython-399-riscv64.so")
     assert not build.library().is_file()
-    monkeypatch.setenv("CXX", NO_COMPILER)
-    with pytest.raises(RuntimeError, match="apt-get install g") as caught:
-        build.load()
-    assert str(build.library()) in str(caught.value)
 
 
 def test_binary_of_a_wheel_is_taken_unless_zero8_build_asks_for_another(tiny, monkeypatch):
@@ -220,25 +194,21 @@ def test_binary_of_a_wheel_is_taken_unless_zero8_build_asks_for_another(tiny, mo
     assert build.load().number == 2
 
 
-def test_binary_of_a_wheel_that_cannot_be_loaded_says_to_reinstall(tiny):
-    build.INSTALLED.write_text("for another machine")
-    with pytest.raises(ImportError, match="reinstall zero8"):
-        build.load()
-
-
-def test_build_that_cannot_be_loaded_names_the_folder_to_remove(tiny):
+def test_op_that_cannot_be_loaded_says_what_to_remove_or_to_install(tiny):
     build.library().parent.mkdir(parents=True)
     build.library().write_text("for another machine")
     with pytest.raises(ImportError, match=f"remove {build.library().parent}"):
+        build.load()
+    build.INSTALLED.write_text("for another machine")
+    with pytest.raises(ImportError, match="reinstall zero8"):
         build.load()
 
 
 def test_cache_that_cannot_be_written_to_is_an_error_that_says_so(tiny, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file" / "extensions"))
-    with pytest.raises(RuntimeError, match="TORCH_EXTENSIONS_DIR chooses another place") as caught:
+    with pytest.raises(RuntimeError, match="file/extensions .*chooses another place"):
         build.load()
-    assert str(tmp_path / "file" / "extensions") in str(caught.value)
 
 
 def test_compiler_that_fails_is_an_error_and_the_same_process_can_try_again(
@@ -268,23 +238,6 @@ def test_build_killed_half_way_the_next_build_succeeds_in_a_new_folder(tiny, tmp
         assert build.load().number == 1
     left = {path.name for path in build.cache_root().iterdir()}
     assert left == {build.library().parent.name, f"{build.NAME}.flock"}
-
-
-# --- Locks ---------------------------------------------------------------------------------------
-
-
-def test_lock_that_the_file_system_refuses_is_an_error_that_names_it_and_the_way_out(
-    tmp_path, monkeypatch
-):
-    """Two builds at once would destroy each other's files."""
-
-    def fail(*_):
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-
-    monkeypatch.setattr("fcntl.flock", fail)
-    refused = f"TORCH_EXTENSIONS_DIR .*cannot be locked.*{tmp_path}/op.flock"
-    with pytest.raises(RuntimeError, match=refused), build.locked(tmp_path / "op.flock"):
-        pass
 
 
 # --- DeepSpeed -----------------------------------------------------------------------------------

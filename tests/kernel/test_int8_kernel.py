@@ -7,9 +7,7 @@ import torch
 from segments import (
     CODEC_NAMES,
     Place,
-    assert_same,
     assert_steps_inside,
-    copied,
     gradient,
     make,
     scalars_at,
@@ -72,24 +70,6 @@ def test_kernel_step_of_int8_weights_writes_only_its_own_memory(codec):
         assert_steps_inside(
             segment, lambda ones: reference.step(*ones), kernel_steps.step, str(place)
         )
-
-
-@pytest.mark.parametrize("codec", [None, "log", "log6"], ids=lambda name: name or "fp32")
-def test_kernel_step_of_int8_weights_any_threads_give_the_same_bits(codec):
-    """Among float32 ones, in parts of 2^14 elements; rows of 129 begin with a block every 128."""
-    shapes = (Place((999, 129), 128, 0, 999 * 129), Place((40, 5000), 256, 0, 40 * 5000))
-    segments = [segment_at(place, codec) for place in shapes]
-    segments.insert(1, make(codec, shapes[0], scalars_at(1, HYPER)))
-    for segment in segments:
-        set_step(segment, 1, 0)
-    alone = [copied(segment) for segment in segments]
-    for one in alone:
-        kernel_steps.step([one], num_threads=1)
-    for threads in (2, 3, 7):
-        together = [copied(segment) for segment in segments]
-        kernel_steps.step(together, num_threads=threads)
-        for number, pair in enumerate(zip(together, alone, strict=True)):
-            assert_same(*pair, f"{threads} threads, segment {number}")
 
 
 @pytest.mark.parametrize("rounding", list(Rounding), ids=lambda r: r.name)

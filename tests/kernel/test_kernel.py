@@ -9,6 +9,8 @@ import torch
 from adaptive_samples import near_joint
 from segments import (
     CODEC_NAMES,
+    DTYPES,
+    HYPERS,
     KINDS,
     Place,
     assert_same,
@@ -22,10 +24,7 @@ from segments import (
 
 from zero8.op import kernel
 from zero8.spec import reference
-from zero8.spec.ademamix import ADEMAMIX
-from zero8.spec.lion import LION
 from zero8.spec.segment import Rounding, Segment
-from zero8.spec.sgd import SGD
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -51,67 +50,6 @@ PLACES = [
     Place((900, 5), 4096, 4090, 12, offset=2),
     Place((2**31, 3), 256, 5_000_000_000 - 700, 1000),
 ]
-
-
-HYPERS = {
-    "adamw": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1},
-    # Exact betas: moments fall on the middle between two codes.
-    "exact betas": {"lr": 0.25, "betas": (0.5, 0.25), "eps": 0.0, "weight_decay": 0.0},
-    "l2": {
-        "lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.3, "decoupled": False
-    },
-    "maximize": {
-        "lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "maximize": True
-    },
-    "no bias correction": {
-        "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "bias_correction": False
-    },
-    "subnormal l2, maximize": {
-        "lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 1e-40, "decoupled": False,
-        "maximize": True,
-    },
-    "no memory": {"lr": 1e-3, "betas": (0.0, 0.0), "eps": 1e-8, "weight_decay": 0.1},
-    "large eps": {"lr": 1.0, "betas": (0.95, 0.9), "eps": 1.0, "weight_decay": 0.5},
-    # On both sides of `least_settling` of `log`, and moments on levels and halfway between them.
-    "beta1 just nearest": {"lr": 1e-3, "betas": (0.9789, 0.999), "eps": 1e-8, "weight_decay": 0.1},
-    "beta1 just dithered": {"lr": 1e-3, "betas": (0.979, 0.999), "eps": 1e-8, "weight_decay": 0.1},
-    "long beta1": {
-        "lr": 1e-3, "betas": (0.99, 0.999), "eps": 1e-8, "weight_decay": 0.1, "grad_factor": 0.5
-    },
-    "exact long beta1": {"lr": 0.25, "betas": (127 / 128, 0.25), "eps": 0.0, "weight_decay": 0.0},
-    "lion": {"algorithm": LION, "lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1},
-    "lion, exact betas, maximize": {
-        "algorithm": LION, "lr": 0.25, "betas": (0.5, 0.25), "maximize": True
-    },
-    "factor": {
-        "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1,
-        "grad_factor": 21 / 128,
-    },
-    "factor, l2, maximize": {
-        "lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "decoupled": False,
-        "maximize": True, "grad_factor": 21 / 128,
-    },
-    "lion, factor": {
-        "algorithm": LION, "lr": 1e-3, "betas": (0.9, 0.99), "grad_factor": 21 / 128
-    },
-    "lion, no memory": {"algorithm": LION, "lr": 1e-3, "betas": (0.0, 0.0)},
-    "sgd": {"algorithm": SGD, "lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1},
-    "sgd, nesterov, decoupled, maximize, factor": {
-        "algorithm": SGD, "lr": 1e-2, "momentum": 0.99, "weight_decay": 0.1, "nesterov": True,
-        "decoupled_weight_decay": True, "maximize": True, "grad_factor": 21 / 128,
-    },
-    "ademamix": {
-        "algorithm": ADEMAMIX, "lr": 1e-3, "weight_decay": 0.1, "t_alpha": 5, "t_beta3": 9
-    },
-    "ademamix, maximize, factor": {
-        "algorithm": ADEMAMIX, "lr": 1e-2, "betas": (0.5, 0.75, 0.875), "alpha": 2.0,
-        "maximize": True, "grad_factor": 21 / 128,
-    },
-    "ademamix, long beta1": {
-        "algorithm": ADEMAMIX, "lr": 1e-3, "betas": (0.99, 0.999, 0.9999), "weight_decay": 0.1
-    },
-    "sgd, dampening": {"algorithm": SGD, "lr": 0.25, "momentum": 0.5, "dampening": 0.25},
-}  # fmt: skip
 
 
 def steps(segments: list[Segment], hyper: dict, count: int):
@@ -148,19 +86,6 @@ def assert_follows_reference(segments: list[Segment], hyper: dict, count: int, *
             for number, (mine, theirs) in enumerate(zip(follower, segments, strict=True)):
                 assert_same(mine, theirs, f"{isa}, step {step}, segment {number}")
             assert counts == wanted
-
-
-DTYPES = {
-    "fp32 from fp32": (FP32, FP32, Rounding.DITHER),
-    "fp32 from bf16": (FP32, BF16, Rounding.DITHER),
-    "fp32 from fp16": (FP32, FP16, Rounding.DITHER),
-    "bf16 from fp32, nearest": (BF16, FP32, Rounding.NEAREST),
-    "bf16 from fp32, dither": (BF16, FP32, Rounding.DITHER),
-    "bf16 from fp32, hash": (BF16, FP32, Rounding.HASH),
-    "bf16 from bf16, nearest": (BF16, BF16, Rounding.NEAREST),
-    "bf16 from bf16, dither": (BF16, BF16, Rounding.DITHER),
-    "bf16 from bf16, hash": (BF16, BF16, Rounding.HASH),
-}
 
 
 @pytest.mark.parametrize(

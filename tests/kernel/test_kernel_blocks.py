@@ -21,14 +21,12 @@ from segments import (
     make,
     poison_moment,
     scalars_at,
-    stepped_parts,
     tensors_by_element,
 )
 
 from zero8.op import kernel
 from zero8.spec import reference
 from zero8.spec.adam import ADAM, next_history
-from zero8.spec.codec import CODECS
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -37,41 +35,6 @@ ADAMW = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 WHOLE = Place((7, 700), 256, 0, 7 * 700)
 
 # --- Shards --------------------------------------------------------------------------------------
-
-NARROW = Place((100, 12), 256, 0, 1200)  # groups of 21 rows, and a last one of 16
-CUTS = {
-    "4 pieces": (WHOLE, [1, 1433, 3500]),
-    "at block ends": (WHOLE, [256, 700, 1400 + 512]),
-    "inside one block": (WHOLE, [300, 310, 420]),
-    "1 element": (WHOLE, [2000, 2001]),
-    "between groups of rows": (NARROW, [504]),
-    "inside groups of rows": (NARROW, [300, 624, 1008 + 36]),
-}
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize(("place", "cuts"), CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("codec", CODECS)
-def test_kernel_step_uncut_blocks_do_not_depend_on_shards(codec, place, cuts, dtype):
-    """Codes, scales and parameters of every block that no boundary cuts, bit for bit."""
-    grid = place.grid(codec)
-    (whole,) = stepped_parts(codec, place, [], dtype, ADAMW, kernel_steps.step, steps=4)
-    block, _ = grid.block_numbers(0, place.numel)
-    cut_blocks = {grid.block_of(c) for c in cuts if grid.block_of(c) == grid.block_of(c - 1)}
-    assert len(cut_blocks) < grid.num_blocks
-    for piece in stepped_parts(codec, place, cuts, dtype, ADAMW, kernel_steps.step, steps=4):
-        begin = piece.first
-        here = block[begin : begin + piece.param.numel()]
-        uncut = torch.tensor([int(b) not in cut_blocks for b in here])
-        blocks = [b for b in here.unique().tolist() if b not in cut_blocks]
-        for name, value in tensors_by_element(piece).items():
-            of_whole = tensors_by_element(whole)[name]
-            if name.endswith("scale"):
-                local = torch.tensor(blocks, dtype=torch.int64)
-                assert torch.equal(value[local - int(here[0])], of_whole[local]), name
-            else:
-                of_whole = of_whole[begin : begin + piece.param.numel()]
-                assert torch.equal(value[uncut], of_whole[uncut]), name
 
 
 @codec_names
@@ -209,41 +172,6 @@ def test_largest_update_at_any_step_stays_below_the_exact_bound(betas):
         largest = float(np.float32(scalars.step_size) * np.float32(scalars.max_ratio))
         bound = math.sqrt(history * (1 - betas[1] ** step)) / (1 - betas[0] ** step)
         assert bound * (1 - 2.0**-21) < largest < bound
-
-
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.95, 0.9), (0.0, 0.5)], ids=str)
-@pytest.mark.parametrize("bias_correction", [True, False], ids=["corrected", "not corrected"])
-def test_kernel_step_float32_moments_are_clipped_by_their_rounding_only(betas, bias_correction):
-    """Random and constant gradients, and growing ones (the worst case, g_t = (b2/b1)^t).
-
-    After t steps m carries at most 2t roundings of sum |a_i g_i|, which has the bound of m, and v
-    4t of its own, which its root halves; the ratio adds 3, and the bound lies 2^-22 lower.  So
-    clipping takes no more than (4t + 8) 2^-24 of the largest update away, and changes no moment.
-    """
-    hyper = {"lr": 1.0, "betas": betas, "eps": 0.0, "weight_decay": 0.0}
-    hyper["bias_correction"] = bias_correction
-    place = Place((64, 64), 256, 0, 64 * 64)
-    clipped = make(None, place, scalars_at(1, hyper))
-    free = copied(clipped)
-    growth = torch.linspace(0.9, 1.2, 1024)
-    growth[0] = betas[1] / betas[0] if betas[0] else 1.0
-    for step in range(1, 101):
-        grad = gradient(0, place.numel, seed=step)
-        grad[grad == 0] = 1.0  # 0/0 without eps
-        grad[:1024] = growth**step
-        grad[1024:1100] = -3.0
-        clipped.scalars = scalars_at(step, hyper)
-        free.scalars = clipped.scalars._replace(max_ratio=3e38)
-        for segment in (clipped, free):
-            segment.grad.copy_(grad)
-            segment.param.zero_()
-        kernel_steps.step([clipped, free])
-        largest = clipped.scalars.step_size * clipped.scalars.max_ratio
-        excess = (free.param - clipped.param).abs().max().item()
-        assert excess <= (4 * step + 8) * 2.0**-24 * largest, step
-        for segment in (clipped, free):
-            segment.param.zero_()
-        assert_same(clipped, free, f"step {step}")
 
 
 # --- Refusals ------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import kernel_steps
 import pytest
 import torch
 from halves import BEYOND, FINITE, HYPERS, ROW_LENGTHS, among_finite, segments_of
-from segments import CODEC_NAMES, assert_same, copied, moment_of, tensors
+from segments import CODEC_NAMES, assert_same, copied, tensors
 
 from zero8.op import kernel
 from zero8.spec import reference
@@ -29,16 +29,6 @@ def test_kernel_step_every_finite_half_steps_as_the_same_number_in_float32(
         assert kernel_steps.step([half, wide], isa=isa) == [0, 0]
         assert_same(half, wide, isa)
         assert (half.param != before).all()
-
-
-@row_lengths
-def test_kernel_step_without_memory_every_finite_half_becomes_the_first_moment(row_length):
-    """m' = g where beta1 is 0: what the kernel has read."""
-    hyper = {"lr": 1e-3, "betas": (0.0, 0.0), "eps": 1e-8, "weight_decay": 0.0}
-    for isa in kernel.isas():
-        half, _ = segments_of(None, FINITE, row_length, hyper)
-        kernel_steps.step([half], isa=isa)
-        assert torch.equal(moment_of(half, "exp_avg").values, FINITE.float()), isa
 
 
 @codec_names

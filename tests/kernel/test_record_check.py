@@ -93,6 +93,12 @@ def test_record_of_int8_weights_is_refused_by_a_kernel_that_does_not_take_them()
         Launch.of(*packed)
 
 
+def copied_segment():
+    made = segment()
+    made.copy = torch.zeros(PLACE.numel, dtype=torch.float16)
+    return made
+
+
 BAD_OF_INT8 = {
     "row_scales_dtype": [*OUTSIDE_INT32, FP16, INT8],
     "row_scales": [0, 2],
@@ -102,10 +108,17 @@ BAD_OF_INT8 = {
     "row_length": [600],
     "copy": [2],
 }
+# Beside a float16 copy of a float32 parameter.
+BAD_OF_COPY = {
+    "copy_dtype": [*OUTSIDE_INT32, FP32, INT8],
+    "copy": [3],
+    "param_dtype": [BF16],
+}
 ROWS = [
     *((run, "float", (f,), v) for run in RUNS for f, vs in BAD.items() for v in vs),
     *((run, "float", at, v) for run in RUNS for at, vs in BAD_OF_MOMENTS.items() for v in vs),
     *(("cpu", "int8", (f,), v) for f, vs in BAD_OF_INT8.items() for v in vs),
+    *(("cpu", "copied", (f,), v) for f, vs in BAD_OF_COPY.items() for v in vs),
 ]
 
 
@@ -113,19 +126,21 @@ ROWS = [
 def test_record_with_a_bad_field_is_refused_by_its_name_and_changes_nothing(
     run, kind, place, value
 ):
-    made = [segment(), segment()] if kind == "float" else [int8_segment()]
+    made = {"float": [segment(), segment()], "int8": [int8_segment()], "copied": [copied_segment()]}
+    made = made[kind]
     before = [copied(one) for one in made]
     records, scalars = kernel_steps.packed(made)
     *moment, field = place
     numbers = records["moments"][field][-1:, moment[0]] if moment else records[field][-1:]
     if kind == "int8" and field == "own_row_length":  # which divides the length of rows
         records["row_length"] = 2**32
-    if field == "copy":
+    if field == "copy" and kind == "int8":
         records["copy_dtype"] = BF16
-    if field in ("param", "grad", "scales", "row_scales") and value:
+    if field in ("param", "grad", "scales", "row_scales", "copy") and value:
         value += int(numbers[0])  # an address that is no multiple of the element's size
     numbers[0] = value
     name = {"num_scales": "scales"}.get(field, field)
+    name = "copy_dtype" if (kind, field) == ("copied", "param_dtype") else name
     name = rf"moments\[{moment[0]}\].{name}" if moment else name
     with pytest.raises(ValueError, match=f"^zero8: segment {len(made) - 1}: {name}: got"):
         RUNS[run](records, scalars)

@@ -15,9 +15,18 @@ import pytest
 import torch
 from piped_kernel import PipedKernel
 from places import SUPPORT
-from segments import CODEC_NAMES, Place, assert_same, copied, gradient, make, scalars_at
+from segments import (
+    CODEC_NAMES,
+    DTYPES,
+    HYPERS,
+    Place,
+    assert_same,
+    copied,
+    gradient,
+    make,
+    scalars_at,
+)
 from test_csrc import COMPILER, CSRC, OURS, WARNINGS, compile_all, output_of
-from test_kernel import DTYPES, HYPERS
 
 from zero8.op import kernel
 from zero8.spec.segment import Rounding
@@ -91,12 +100,3 @@ def test_thread_sanitizer_reports_two_threads_in_one_segment(command, isa):
     segment = make(None, PLACES[1], scalars_at(1, ADAMW))
     with pytest.raises(AssertionError, match=f"data race(.|\n)*zero8::{isa}::"):
         PipedKernel(command, isa).step([segment, segment])
-
-
-def test_thread_sanitizer_reports_a_counter_that_is_not_atomic(objects, tmp_path):
-    """Guards the first test: several threads do count blocks of one segment."""
-    plain = "-D__atomic_fetch_add(counter, value, order)=(*(counter) += (value))"
-    made = compile_all([CSRC / "dispatch.cpp"], [*FLAGS, plain], tmp_path)
-    command = linked([*made, *(path for path in objects if path.stem != "dispatch")], tmp_path)
-    with pytest.raises(AssertionError, match=r"data race(.|\n)*#0 .*step_range"):
-        PipedKernel(command, "baseline").step(segments_of("log"), num_threads=3)

@@ -55,26 +55,6 @@ def states_of(optimizer) -> list[dict]:
 # --- Round trips ---------------------------------------------------------------------------------
 
 
-def test_state_entries_have_the_documented_types_and_shapes():
-    params, optimizer = trained(BF16, codec="log")
-    state = optimizer.state[params["experts"]]
-    assert (state["step"], type(state["history"])) == (3, float)
-    assert state["format"].tolist()[:4] == [1, 1, 0x0404, 256]
-    assert state["format"].tolist()[5:] == [2, 2, 100]
-    found = {k: (v.dtype, tuple(v.shape)) for k, v in state.items() if k.startswith("exp")}
-    assert found == {
-        "exp_avg_q8": (torch.uint8, (2, 2, 100)),
-        "exp_avg_sq_q8": (torch.uint8, (2, 2, 100)),
-        "exp_avg_scale": (FP32, (2, 2, 1)),
-        "exp_avg_sq_scale": (FP32, (2, 2, 1, 2)),
-    }
-    vector = optimizer.state[params["vector"]]
-    assert vector["format"].tolist()[1:4] == [1, 0, 0]
-    assert vector["exp_avg"].dtype == vector["exp_avg_sq"].dtype == FP32
-    optimizer.state_dict_format = "fp32"
-    assert states_of(optimizer)[2]["exp_avg"].data_ptr() == vector["exp_avg"].data_ptr()
-
-
 @pytest.mark.parametrize("theirs", [Adam8bitBlockwise, torch.optim.AdamW])
 @dtypes
 def test_loaded_state_shares_no_memory_with_the_dict_and_no_graph(theirs, dtype):

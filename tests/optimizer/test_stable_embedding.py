@@ -75,24 +75,10 @@ def tied():
     return model
 
 
-def tied_to_the_head():
-    model = model_of()
-    model[0].weight = model[1].weight
-    return model
-
-
 def loaded_by_assigning():
     model = model_of(device="meta")
     model.load_state_dict(model_of().state_dict(), assign=True)
     return model
-
-
-def moved():
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
-    try:
-        return model_of().to(BF16)
-    finally:
-        torch.__future__.set_overwrite_module_params_on_conversion(False)
 
 
 def registered_again():
@@ -104,12 +90,9 @@ def registered_again():
 WAYS = {
     "made": model_of,
     "tied": tied,
-    "tied to the head": tied_to_the_head,
     "deep copy": lambda: copy.deepcopy(model_of()),
     "unpickled": lambda: pickle.loads(pickle.dumps(model_of())),
-    "to_empty": lambda: model_of(device="meta").to_empty(device="cpu"),
     "assign=True": loaded_by_assigning,
-    "other dtype": moved,
     "registered again": registered_again,
     "compiled": lambda: torch.compile(model_of()),
 }

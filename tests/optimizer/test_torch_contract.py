@@ -13,7 +13,7 @@ import torch
 from nests import assert_same
 from small_optimizers import assert_equal, param, run, set_grads, small_model, through_file
 from torch import nn
-from torch.optim import AdamW, lr_scheduler, swa_utils
+from torch.optim import AdamW, lr_scheduler
 
 from zero8 import Adam8bitBlockwise
 
@@ -147,63 +147,23 @@ def test_optimizer_of_a_lazy_module_steps_as_one_made_after_its_first_input(make
 
 # --- Schedules -----------------------------------------------------------------------------------
 
-# Those that write numbers, and in cycles betas as well; by a list, by a measure, one after another.
-SCHEDULES = {
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, [lambda t: 0.9**t, lambda t: 1 / (1 + t)]),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 1e-3, 1e-1, 2),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, [0.1, 0.2], total_steps=8),
-    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
-    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.LinearLR(o, 0.5, total_iters=2), lr_scheduler.ExponentialLR(o, 0.9)], [2]
-    ),
-    "SWALR": lambda o: swa_utils.SWALR(o, 0.5, anneal_epochs=3),
-}
-schedules = pytest.mark.parametrize("schedule_of", SCHEDULES.values(), ids=SCHEDULES)
-lr_types = pytest.mark.parametrize("lr_type", [float, torch.tensor], ids=["number", "tensor"])
 
-
-def scheduled(cls, schedule_of, lr_type):
-    """Return a matrix and vectors in two groups, with their optimizer and its schedule."""
-    params = [param(64, 128), param(50, seed=1), param(50, seed=2)]
-    groups = [
-        {"params": params[:2], "lr": lr_type(0.05)},
-        {"params": params[2:], "lr": lr_type(0.01)},
-    ]
-    optimizer = cls(groups, weight_decay=0.0)
-    return params, optimizer, schedule_of(optimizer)
-
-
-def run_scheduled(params, optimizer, schedule, step: int) -> None:
-    run(optimizer, params, 1, start=step)
-    if isinstance(schedule, lr_scheduler.ReduceLROnPlateau):
-        schedule.step(1.0)
-    else:
-        schedule.step()
-
-
-def what_is_scheduled(optimizer) -> list:
-    groups = optimizer.param_groups
-    return [(type(group["lr"]), float(group["lr"]), *group["betas"]) for group in groups]
-
-
-@schedules
-@lr_types
-def test_schedule_of_any_class_goes_as_with_adamw_and_every_step_takes_its_values(
-    schedule_of, lr_type
-):
-    ours = scheduled(Adam8bitBlockwise, schedule_of, lr_type)
-    theirs = scheduled(AdamW, schedule_of, lr_type)
-    (matrix, *vectors), (its_matrix, *its_vectors) = ours[0], theirs[0]
-    before, seen = matrix.detach().clone(), []
-    for step in range(6):
-        seen.append(what_is_scheduled(ours[1]))
-        assert seen[-1] == what_is_scheduled(theirs[1])
-        run_scheduled(*ours, step)
-        run_scheduled(*theirs, step)
-        torch.testing.assert_close(vectors, its_vectors, rtol=1e-6, atol=1e-6)
-        assert (matrix - its_matrix).norm() < 0.02 * (its_matrix - before).norm()
-    assert all(len(set(of_group)) > 1 for of_group in zip(*seen, strict=True))
+@pytest.mark.parametrize("lr_type", [float, torch.tensor], ids=["number", "tensor"])
+def test_schedule_of_rates_and_betas_goes_as_with_adamw_and_every_step_takes_its_values(lr_type):
+    runs = []
+    for cls in (Adam8bitBlockwise, AdamW):
+        vector, seen = param(50), []
+        optimizer = cls([{"params": [vector], "lr": lr_type(0.05)}], weight_decay=0.0)
+        schedule = lr_scheduler.CyclicLR(optimizer, 1e-3, 1e-1, 2)
+        for step in range(6):
+            (group,) = optimizer.param_groups
+            seen.append((type(group["lr"]), float(group["lr"]), *group["betas"]))
+            run(optimizer, [vector], 1, start=step)
+            schedule.step()
+        runs.append((vector, seen))
+    (ours, found), (theirs, expected) = runs
+    assert found == expected and len({betas for *_, betas, _ in found}) > 1
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
 # --- Other parts of torch ------------------------------------------------------------------------

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """From 8-bit states back to fp32 Adams: `zero8.export`, and the error where it was forgotten."""
 
-import copy
-
 import pytest
 import torch
 
 import zero8
 from zero8.deepspeed.moment_tensor import MomentTensor
-from zero8.optimizer.states import States
 
 
 def trained(optimizer_class=zero8.Adam8bitBlockwise, **settings):
@@ -34,37 +31,6 @@ def test_export_loads_into_adamw_which_holds_the_decoded_moments_and_steps():
         assert adamw.state[p]["step"].item() == 2
     assert adamw.param_groups[0]["lr"] == 1e-2 and optimizer.state_dict_format == "8bit"
     adamw.step()
-
-
-def wrapped_as_by_lightning(optimizer):
-    """Return what Fabric makes: an instance of the class with a copy of the attributes."""
-
-    class Wrapper:
-        def __init__(self):
-            self.__dict__ = dict(vars(optimizer))
-            self.__class__ = type("Fabric", (Wrapper, type(optimizer)), {})
-            self.optimizer = optimizer
-
-        def state_dict(self):
-            return self.optimizer.state_dict()
-
-    return Wrapper()
-
-
-def test_lightnings_wrapper_exports_and_counts_as_the_optimizer_does(monkeypatch):
-    params, optimizer = trained()
-    wrapper = wrapped_as_by_lightning(optimizer)
-    assert isinstance(wrapper, zero8.Adam8bitBlockwise)
-    torch.optim.AdamW(list(params.items())).load_state_dict(zero8.export(wrapper))
-    wrapper.check_finite()
-    monkeypatch.setattr(States, "raise_alone", lambda self: False)
-    params["wide"].grad[0, 0] = torch.nan
-    optimizer.step()
-    assert wrapper.nonfinite_blocks == optimizer.nonfinite_blocks == 1
-    for one in (wrapper, optimizer):
-        with pytest.raises(FloatingPointError, match="1 blocks met"):
-            one.check_finite()
-    assert copy.deepcopy(optimizer).nonfinite_blocks == 1
 
 
 def test_export_of_a_zero_partition_is_refused_with_the_command_to_use():

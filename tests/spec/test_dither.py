@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-import math
 
 import pytest
 
@@ -70,19 +69,6 @@ def test_in_blocks_every_sixteenth_of_the_range_has_15_to_17_of_256_elements():
     for phase in phases:
         counts = (dither.in_blocks(phase, 0, 256, grid) >> 12).bincount(minlength=16)
         assert 15 <= int(counts.min()) and int(counts.max()) <= 17
-
-
-def test_hashed_bits_of_neighbours_are_independent():
-    """Each bit of 2^16 values is a fair coin, and so is its equality with the next element's.
-
-    A count over n fair coins leaves 5 standard deviations, 5 sqrt(n)/2, once in 1.7 million.
-    """
-    n = 2**16
-    values = dither.hashed(dither.phase_of(99, 1), 0, n + 1)
-    for bit in range(16):
-        x = values >> bit & 1
-        assert abs(int(x[:n].sum()) - n / 2) < 5 * math.sqrt(n) / 2
-        assert abs(int((x[:n] ^ x[1:]).sum()) - n / 2) < 5 * math.sqrt(n) / 2
 
 
 def test_identity_of_name_or_index_is_stable():

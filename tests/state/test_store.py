@@ -2,7 +2,6 @@
 """The segment table and the storage of one moment, against a mirror that keeps every element."""
 
 import math
-from itertools import groupby
 from unittest.mock import patch
 
 import pytest
@@ -24,7 +23,6 @@ SHAPES_8BIT = (
     *(((100, 5), 5), ((50, 1, 3, 3), 9), ((300, 1), 1), ((9, 2, 20), 40), ((5, 63), 63)),
 )
 SHAPES_DENSE = ((7,), (3, 5), (0,))
-SCALES = {("log", "exp_avg_sq"): 2, ("log6", "exp_avg_sq"): 2}  # per block; all others one
 
 
 def row_of(piece):
@@ -114,55 +112,6 @@ def check_against_mirror(table, codec, which, writes):
         assert torch.equal(store.read(start, len(values)), mirror.values[start:][: len(values)])
 
 
-def packed_bytes(piece, bits):
-    """Return the bytes of a piece's codes, of 6 or 4 bits by the units that it touches."""
-    codes, num_bytes = {8: (1, 1), 6: (4, 3), 4: (2, 1)}[bits]
-    length = piece.grid.own_row_length or piece.grid.row_length
-    elements = range(piece.first, piece.first + piece.numel)
-    return num_bytes * len({(element // length, element % length // codes) for element in elements})
-
-
-@settings(max_examples=60)
-@given(tables(), st.sampled_from(sorted(CODECS)), st.sampled_from(("exp_avg", "exp_avg_sq")))
-def test_store_sizes_equal_elements_and_blocks_counted_one_by_one(table, codec, which):
-    store = MomentStore.zeros(codec_named(codec), ADAM.moment(which), table)
-    elements = [(p, p.first + i) for p in table.pieces if p.block_size for i in range(p.numel)]
-    blocks = [key for key, _ in groupby(block_key(p, element) for p, element in elements)]
-    dense = sum(p.numel for p in table.pieces if not p.block_size)
-    per_block = SCALES.get((codec, which), 1)
-    bits = store.code.bits
-    num_bytes = sum(packed_bytes(p, bits) for p in table.pieces if p.block_size)
-    assert (store.codes.numel(), store.dense.numel()) == (num_bytes, dense)
-    assert (store.codes.dtype, store.scales.dtype) == (torch.uint8, torch.float32)
-    assert store.scales.numel() == len(blocks) * per_block
-    assert store.nbytes == num_bytes + 4 * per_block * len(blocks) + 4 * dense
-    for number, piece in enumerate(table.pieces):
-        own = [key for key in blocks if key[0] == piece.start] if piece.block_size else []
-        before = [p.numel for p in table.pieces[:number] if p.is_quantized == piece.is_quantized]
-        offsets = table.code_offsets(8) if piece.is_quantized else table.dense_offsets
-        assert offsets[number] == sum(before)
-        packed = [packed_bytes(p, bits) for p in table.pieces[:number] if p.block_size]
-        assert table.code_offsets(bits)[number] == sum(packed)
-        assert piece.num_blocks == len(own) or not piece.block_size
-        if own:
-            assert table.scale_offsets[number] == blocks.index(own[0])
-
-
-@settings(max_examples=60)
-@given(tables(), st.floats(0, 1), st.floats(0, 1))
-def test_overlapping_any_range_yields_each_held_element_once(table, from_, to):
-    start = round(from_ * table.numel)
-    numel = round(to * (table.numel - start))
-    got = [(n, i) for n, begin, end in table.overlapping(start, numel) for i in range(begin, end)]
-    expected = [
-        (number, i)
-        for number, piece in enumerate(table.pieces)
-        for i in range(piece.start, piece.start + piece.numel)
-        if start <= i < start + numel
-    ]
-    assert got == expected
-
-
 def mixed_store(codec="log", which="exp_avg"):
     """Return a store of one piece of each kind, cut at both ends, with padding."""
     parts = (
@@ -173,29 +122,6 @@ def mixed_store(codec="log", which="exp_avg"):
     store = MomentStore.zeros(codec_named(codec), ADAM.moment(which), PieceTable(parts, 605))
     store.write(0, spread_values(which, 605, seed=1))
     return store
-
-
-def buffers(store):
-    return codes_of(store), store.scales, store.dense
-
-
-def codes_of(store):
-    """Return the codes of all elements, a byte each."""
-    pieces = enumerate(store.table.pieces)
-    return torch.cat([store.codes_of(n, 0, p.numel) for n, p in pieces if p.is_quantized])
-
-
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("which", ["exp_avg", "exp_avg_sq"])
-def test_write_that_keeps_the_scale_keeps_the_rest_of_the_block(codec, which):
-    """The block's third largest element gets 0.9 of the largest: neither end of its range moves."""
-    store = mixed_store(codec, which)
-    row = store.read(411, 64)
-    largest, third = row.abs().sort(descending=True).indices[[0, 2]].tolist()
-    before = [tensor.clone() for tensor in buffers(store)]
-    store.write(411 + third, row[largest : largest + 1] * 0.9)
-    assert (codes_of(store) != before[0]).nonzero().flatten().tolist() == [400 + third]
-    assert torch.equal(store.scales, before[1])
 
 
 @pytest.mark.parametrize("codec", CODECS)

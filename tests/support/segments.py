@@ -4,21 +4,98 @@
 import math
 import mmap
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 
 from zero8.spec import int8_rows
 from zero8.spec.adam import ADAM
+from zero8.spec.ademamix import ADEMAMIX
 from zero8.spec.algorithm import MomentRule, Scalars
 from zero8.spec.algorithms import ALGORITHMS
 from zero8.spec.codec import CODECS, quantize
 from zero8.spec.grid import BlockGrid
+from zero8.spec.lion import LION
 from zero8.spec.packing import packed, unpacked
 from zero8.spec.segment import Moment, Rounding, Segment
+from zero8.spec.sgd import SGD
 
 CODEC_NAMES = [None, *CODECS]
 MOMENT_PHASE = 0x9E3779B9
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+DTYPES = {
+    "fp32 from fp32": (FP32, FP32, Rounding.DITHER),
+    "fp32 from bf16": (FP32, BF16, Rounding.DITHER),
+    "fp32 from fp16": (FP32, FP16, Rounding.DITHER),
+    "bf16 from fp32, nearest": (BF16, FP32, Rounding.NEAREST),
+    "bf16 from fp32, dither": (BF16, FP32, Rounding.DITHER),
+    "bf16 from fp32, hash": (BF16, FP32, Rounding.HASH),
+    "bf16 from bf16, nearest": (BF16, BF16, Rounding.NEAREST),
+    "bf16 from bf16, dither": (BF16, BF16, Rounding.DITHER),
+    "bf16 from bf16, hash": (BF16, BF16, Rounding.HASH),
+}
+"""Dtypes of parameter and gradient, and the rounding."""
+
+HYPERS = {
+    "adamw": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1},
+    # Exact betas: moments fall on the middle between two codes.
+    "exact betas": {"lr": 0.25, "betas": (0.5, 0.25), "eps": 0.0, "weight_decay": 0.0},
+    "l2": {
+        "lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.3, "decoupled": False
+    },
+    "maximize": {
+        "lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "maximize": True
+    },
+    "no bias correction": {
+        "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "bias_correction": False
+    },
+    "subnormal l2, maximize": {
+        "lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 1e-40, "decoupled": False,
+        "maximize": True,
+    },
+    "no memory": {"lr": 1e-3, "betas": (0.0, 0.0), "eps": 1e-8, "weight_decay": 0.1},
+    "large eps": {"lr": 1.0, "betas": (0.95, 0.9), "eps": 1.0, "weight_decay": 0.5},
+    # On both sides of `least_settling` of `log`, and moments on levels and halfway between them.
+    "beta1 just nearest": {"lr": 1e-3, "betas": (0.9789, 0.999), "eps": 1e-8, "weight_decay": 0.1},
+    "beta1 just dithered": {"lr": 1e-3, "betas": (0.979, 0.999), "eps": 1e-8, "weight_decay": 0.1},
+    "long beta1": {
+        "lr": 1e-3, "betas": (0.99, 0.999), "eps": 1e-8, "weight_decay": 0.1, "grad_factor": 0.5
+    },
+    "exact long beta1": {"lr": 0.25, "betas": (127 / 128, 0.25), "eps": 0.0, "weight_decay": 0.0},
+    "lion": {"algorithm": LION, "lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1},
+    "lion, exact betas, maximize": {
+        "algorithm": LION, "lr": 0.25, "betas": (0.5, 0.25), "maximize": True
+    },
+    "factor": {
+        "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1,
+        "grad_factor": 21 / 128,
+    },
+    "factor, l2, maximize": {
+        "lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "decoupled": False,
+        "maximize": True, "grad_factor": 21 / 128,
+    },
+    "lion, factor": {
+        "algorithm": LION, "lr": 1e-3, "betas": (0.9, 0.99), "grad_factor": 21 / 128
+    },
+    "lion, no memory": {"algorithm": LION, "lr": 1e-3, "betas": (0.0, 0.0)},
+    "sgd": {"algorithm": SGD, "lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1},
+    "sgd, nesterov, decoupled, maximize, factor": {
+        "algorithm": SGD, "lr": 1e-2, "momentum": 0.99, "weight_decay": 0.1, "nesterov": True,
+        "decoupled_weight_decay": True, "maximize": True, "grad_factor": 21 / 128,
+    },
+    "ademamix": {
+        "algorithm": ADEMAMIX, "lr": 1e-3, "weight_decay": 0.1, "t_alpha": 5, "t_beta3": 9
+    },
+    "ademamix, maximize, factor": {
+        "algorithm": ADEMAMIX, "lr": 1e-2, "betas": (0.5, 0.75, 0.875), "alpha": 2.0,
+        "maximize": True, "grad_factor": 21 / 128,
+    },
+    "ademamix, long beta1": {
+        "algorithm": ADEMAMIX, "lr": 1e-3, "betas": (0.99, 0.999, 0.9999), "weight_decay": 0.1
+    },
+    "sgd, dampening": {"algorithm": SGD, "lr": 0.25, "momentum": 0.5, "dampening": 0.25},
+}  # fmt: skip
+"""Hyperparameters, as `scalars_at` takes them."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +123,6 @@ def shifted(x: torch.Tensor, offset: int) -> torch.Tensor:
 
 def moment_of(segment: Segment, name: str) -> Moment:
     return segment.moments[segment.algorithm.moment_names.index(name)]
-
-
-def with_moments(segment: Segment, **moments: Moment) -> Segment:
-    """Return the segment with other moments, by name."""
-    names = segment.algorithm.moment_names
-    return replace(segment, moments=[moments.get(name, moment_of(segment, name)) for name in names])
 
 
 def set_phases(segment: Segment, moment_phase: int, param_phase: int) -> None:
@@ -276,25 +347,6 @@ def scalars_at(step: int, hyper: dict) -> Scalars:
     for number in range(1, step + 1):
         memory = algorithm.next_memory(number, memory, group)
     return algorithm.scalars(step, memory, group, hyper.get("bias_correction", True))
-
-
-def stepped_parts(codec, place, cuts, dtype, hyper, stepper, steps) -> list[Segment]:
-    """Return the segments between the cuts of a place after some steps on the same gradients."""
-    whole = make(codec, place, scalars_at(1, hyper), dtype, rounding=Rounding.DITHER)
-    parts = []
-    for begin, end in pairwise([0, *cuts, place.numel]):
-        here = replace(place, first=begin, numel=end - begin)
-        part = make(codec, here, whole.scalars, dtype, rounding=Rounding.DITHER)
-        part.param.copy_(whole.param[begin:end])
-        parts.append(part)
-    for step in range(1, steps + 1):
-        grad = gradient(0, place.numel, seed=step)
-        for part in parts:
-            part.scalars = scalars_at(step, hyper)
-            set_phases(part, 1000 * step, 2000 * step)
-            part.grad.copy_(grad[part.first : part.first + part.grad.numel()])
-        stepper(parts)
-    return parts
 
 
 def poison_moment(segment: Segment, which: str, value: float) -> int:

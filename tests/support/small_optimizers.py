@@ -61,11 +61,6 @@ def through_file(contents):
     return torch.load(file, weights_only=True)
 
 
-def gamma(n: int) -> float:
-    """Relative error of n roundings to float32: Higham's n u/(1 - n u)."""
-    return n * 2.0**-24 / (1 - n * 2.0**-24)
-
-
 def small_model(dtype: torch.dtype = FP32) -> nn.Sequential:
     """Two 8-bit matrices, of which one has ragged rows, and two float32 biases."""
     with torch.random.fork_rng():
