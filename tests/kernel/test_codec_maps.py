@@ -29,22 +29,11 @@ def neighbours(x: torch.Tensor, ulps: int) -> torch.Tensor:
     return bits.view(torch.float32).flatten().nan_to_num(0.0).clamp(-1.0, 1.0)
 
 
-def edges() -> torch.Tensor:
-    """Return the ends of the pieces: decades, and octaves, where the tables change."""
-    decades = torch.tensor([10.0**-k for k in range(8)])
-    octaves = torch.tensor([2.0**-k for k in range(34)])
-    return torch.cat([decades, octaves])
-
-
 CASES = {
-    "m at thresholds": lambda: neighbours(MAPS.of_signed.thresholds, 600),
-    "m at mirrored thresholds": lambda: neighbours(-MAPS.of_signed.thresholds, 600),
-    "v at thresholds": lambda: neighbours(MAPS.of_unsigned.thresholds.sqrt(), 600),
-    "at the ends of pieces": lambda: neighbours(torch.cat([edges(), -edges()]), 600),
-    "at levels": lambda: neighbours(
-        torch.cat([MAPS.of_signed.levels, MAPS.of_unsigned.levels]), 600
+    "m at thresholds": lambda: neighbours(
+        torch.cat([MAPS.of_signed.thresholds, -MAPS.of_signed.thresholds]), 600
     ),
-    "anywhere": lambda: 2 * torch.rand(1_000_000, generator=torch.Generator().manual_seed(1)) - 1,
+    "v at thresholds": lambda: neighbours(MAPS.of_unsigned.thresholds.sqrt(), 600),
     "any magnitude": lambda: (
         torch.rand(1_000_000, generator=torch.Generator().manual_seed(2)).mul(-24).exp()
         * torch.randn(1_000_000, generator=torch.Generator().manual_seed(3)).sign()

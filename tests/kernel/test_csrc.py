@@ -108,20 +108,6 @@ def instructions(path):
 
 @pytest.mark.slow
 @on_x86
-@pytest.mark.parametrize("mnemonic", ["vfmadd", "vsqrtps", "vdivps"])
-@pytest.mark.parametrize(("target", "register"), [("avx2", "%ymm"), ("avx512", "%zmm")])
-def test_vector_target_uses_full_width_arithmetic(objects, target, register, mnemonic):
-    found = instructions(objects / f"step_{target}.o")
-    assert any(
-        register in operands
-        for name, uses in found.items()
-        if name.startswith(mnemonic) and name.endswith("ps")
-        for operands in uses
-    )
-
-
-@pytest.mark.slow
-@on_x86
 @pytest.mark.parametrize(
     ("names", "too_wide"),
     [

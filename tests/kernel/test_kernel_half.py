@@ -5,10 +5,11 @@ import kernel_steps
 import pytest
 import torch
 from halves import BEYOND, FINITE, HYPERS, ROW_LENGTHS, among_finite, segments_of
-from segments import CODEC_NAMES, assert_same, copied, tensors
+from segments import CODEC_NAMES, Place, assert_same, copied, make, scalars_at, tensors
 
 from zero8.op import kernel
 from zero8.spec import reference
+from zero8.spec.segment import Rounding
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 codec_names = pytest.mark.parametrize("codec", CODEC_NAMES, ids=lambda name: name or "fp32")
@@ -57,3 +58,32 @@ def test_reference_step_every_half_steps_as_the_same_number_in_float32(row_lengt
         half, wide = segments_of("log", grad, row_length, HYPERS["adamw"])
         assert reference.step(half) == reference.step(wide) == nonfinite
         assert_same(half, wide, "reference")
+
+
+# --- Factors --------------------------------------------------------------------------------------
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+# Without betas the first moment is the gradient, and every bit of that matters.
+BARE = {"lr": 1e-3, "betas": (0.0, 0.0), "eps": 1e-8, "weight_decay": 0.0}
+
+
+@pytest.mark.parametrize("factor", [1 / 3, 2.0**-16, 1 / 65536.3, 0.999999, 3.0])
+@pytest.mark.parametrize("dtypes", [(FP32, BF16), (FP32, FP16), (BF16, BF16)], ids=str)
+def test_kernel_grad_factor_of_every_16_bit_gradient_equals_torch(dtypes, factor):
+    """In the wider dtype; but for gradients and products below 2^-126, which count as 0."""
+    factor = torch.tensor(factor).item()
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    every = patterns.view(dtypes[1])
+    smallest = every.float().abs().minimum(every.float().mul(factor).abs())
+    every = torch.where((smallest < 2.0**-125) & (smallest != 0), 0.0, every)
+    plain = scalars_at(1, BARE)
+    place = Place((256, 256), 256, 0, 2**16)
+    one = make(None, place, plain._replace(grad_factor=factor), *dtypes, Rounding.DITHER)
+    one.grad.copy_(every)
+    other = copied(one)
+    other.scalars, other.grad = plain, every.to(torch.promote_types(*dtypes)).mul_(factor)
+    for isa in kernel.isas():
+        mine, theirs = copied(one), copied(other)
+        assert kernel_steps.step([mine], isa=isa) == kernel_steps.step([theirs], isa=isa)
+        theirs.grad = mine.grad
+        assert_same(mine, theirs, f"{isa}, factor {factor}")

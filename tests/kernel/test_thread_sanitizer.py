@@ -50,18 +50,14 @@ def objects(tmp_path_factory):
     return compile_all(sources, FLAGS, tmp_path_factory.mktemp("objects"))
 
 
-def linked(objects, folder):
-    """Link without libgomp; return the command of the program."""
-    program = folder / "piped_kernel"
+@pytest.fixture(scope="module")
+def command(objects, tmp_path_factory):
+    """The command of the program, which is linked without libgomp."""
+    program = tmp_path_factory.mktemp("program") / "piped_kernel"
     output_of([*COMPILER, SANITIZER, "-pthread", *objects, "-o", program])
     # The kernel may spread addresses wider than this sanitizer expects.
     is_spread = "unexpected memory mapping" in processes.run([program, "", "spread?"]).stderr
     return [*(["setarch", platform.machine(), "-R"] if is_spread else []), str(program)]
-
-
-@pytest.fixture(scope="module")
-def command(objects, tmp_path_factory):
-    return linked(objects, tmp_path_factory.mktemp("program"))
 
 
 @pytest.fixture(autouse=True)

@@ -121,11 +121,6 @@ def test_stable_embedding_whose_weight_a_framework_has_replaced_is_freed():
 # --- What is logged ------------------------------------------------------------------------------
 
 
-def test_stable_embedding_is_a_cause_in_the_line_on_float32_shares(caplog):
-    optimizer_of(model_of())
-    assert "(in a StableEmbedding: 49.5%, of fewer than 2 dimensions: 1.1%)" in caplog.text
-
-
 COPY = "has the shape of the weight of a StableEmbedding, but is another tensor"
 
 

@@ -10,11 +10,10 @@ import pickle
 import pytest
 import torch
 from nests import assert_same
-from small_optimizers import param, required_by, run, set_grads, through_file
+from small_optimizers import param, required_by, run, through_file
 
 import zero8
 from zero8 import Adam8bitBlockwise
-from zero8.integrations.health import Reports
 from zero8.optimizer.elementwise import OPTIMIZERS
 from zero8.spec.codec import CODECS
 
@@ -142,21 +141,3 @@ def test_entries_before_the_first_step_stay_and_the_step_makes_the_moments(made)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert_same({key: optimizer.state[p].pop(key) for key in theirs}, theirs)
     assert_same(optimizer.state[p], expected[1].state[expected[0]])
-
-
-@both
-def test_keys_of_other_code_are_saved_loaded_and_copied_and_in_no_report(made):
-    p, optimizer = stepped(made)
-    keys = {"global": {"round": 3, "mean": torch.ones(2)}, "loaded": True}
-    optimizer.state.update(copy.deepcopy(keys))
-    q, other = stepped(made)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for one in (optimizer, other, *(duplicate(other) for duplicate in COPIES.values())):
-        set_grads(one.param_groups[0]["params"], 7)
-        one.step()
-        assert_same({key: value for key, value in one.state.items() if key in keys}, keys)
-        if made is Adam8bitBlockwise:
-            assert len(one.memory_report().rows) == len(one.all_moments()) == 1
-            assert zero8.export(one)["state"]["loaded"] is True
-            assert Reports(one, every=1).after(1)["zero8/share_8bit"] == 1
-    assert torch.equal(p, q)

@@ -61,16 +61,6 @@ def test_in_blocks_any_element_matches_equation_d2(grid, first, key, step):
     assert dither.in_blocks(phase, first, 1500, grid).tolist() == wanted
 
 
-def test_in_blocks_every_sixteenth_of_the_range_has_15_to_17_of_256_elements():
-    """Whatever the block starts with: all 2048 starts, and all steps of some runs."""
-    grid = BlockGrid(1, 256, 256)
-    phases = [start << 21 for start in range(2048)]
-    phases += [int(dither.phase_of(7, step)) for step in range(256)]
-    for phase in phases:
-        counts = (dither.in_blocks(phase, 0, 256, grid) >> 12).bincount(minlength=16)
-        assert 15 <= int(counts.min()) and int(counts.max()) <= 17
-
-
 def test_identity_of_name_or_index_is_stable():
     """Saved states carry identities and the dither goes on from them: they may never change."""
     assert dither.identity_of("layers.0.weight") == IDENTITY_OF_NAME

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero8.spec.grid import BlockGrid, check_block_size
+from zero8.spec.grid import BlockGrid
 
 # Global shape -> (rows, row length, shape of the scales) with blocks of 256.
 GRIDS = {
@@ -108,13 +108,3 @@ def test_grid_blocks_of_narrow_rows_match_a_loop_over_rows(data):
     numbers, count = grid.block_numbers(first, numel)
     assert numbers.tolist() == [block - expected[0] for block in expected]
     assert count == grid.num_blocks_touched(first, numel) == expected[-1] - expected[0] + 1
-
-
-@pytest.mark.parametrize(
-    "size", [0, -256, 32, 63, 65, 96, 4097, 8192, 256.0, True, "256", None], ids=repr
-)
-def test_block_size_out_of_range_raises(size):
-    with pytest.raises(ValueError) as error:
-        check_block_size(size)
-    assert f"got {size!r}" in str(error.value)
-    assert "power of two from 64 to 4096" in str(error.value)

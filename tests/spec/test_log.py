@@ -6,10 +6,8 @@ import torch
 from test_codec import bits
 
 from zero8.spec import arithmetic as ieee
-from zero8.spec import dither
 from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS, quantize
-from zero8.spec.grid import BlockGrid
 from zero8.spec.log import LogCode
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -169,12 +167,6 @@ EXTREMES = {"lowest": 0, "highest": 0xFFFF}
 HIGH = 0x7F000000  # bits of a large number, so that all spans end at normal floats
 
 
-def log_scale(octaves: float, high: float = 1.7) -> torch.Tensor:
-    """Scales of a block with the given largest element and span in bit patterns."""
-    pattern = bits(torch.tensor([high, high])) - torch.tensor([0, round(octaves * 2**23)])
-    return LOG.scales(from_bits(pattern), torch.zeros(2, dtype=torch.int64), 1)[0]
-
-
 def scales_of(steps: torch.Tensor) -> torch.Tensor:
     return torch.stack([from_bits(torch.full_like(steps, HIGH)), steps.float()], 1)
 
@@ -233,26 +225,3 @@ def test_encode_log_every_code_under_many_steps_returns_what_was_decoded():
             assert torch.equal(LOG.encode(x, scale, thresholds), codes), name
             error = computed_position(bits(x), scale, threshold & ~31 | 16) - codes.double()
             assert error.abs().max() <= 3 / 65536
-
-
-@pytest.mark.parametrize("fraction", [0.0, 2.0**-11, 0.25, 0.6180339, 0.999])
-def test_encode_log_dithered_mean_is_the_exact_position(fraction):
-    """Mean code over 1000 elements x 1000 steps, against the exact position.
-
-    Independent thresholds would leave a standard deviation of sqrt(f(1-f)/n) <= 1/(2 sqrt(n)).
-    Thresholds are 32 i + 16 for i < 2^11 in a cell of 65536, so the probability of rounding up is
-    within 16/65536 of the fraction.  The position is within 1.5/65536, as above.
-    """
-    scale = log_scale(8.3)
-    pattern = bits(scale[:1]) - round((255 - 100 - fraction) * float(scale[1]) / 16)
-    grid = BlockGrid(1, 1000, 256)
-    total = 0
-    for start in range(1, 1001, 100):
-        phases = (dither.phase_of(77, step) for step in range(start, start + 100))
-        thresholds = torch.cat([dither.in_blocks(phase, 0, 1000, grid) for phase in phases])
-        x = from_bits(pattern).expand(thresholds.numel())
-        codes = LOG.encode(x, scale.expand(thresholds.numel(), 2), thresholds)
-        total += int(codes.sum(dtype=torch.int64))
-    exact = float(position(pattern, scale))
-    assert abs(exact - 100 - fraction) < 1e-4
-    assert abs(total / 1e6 - exact) <= 4 / (2 * 1000) + (16 + 1.5) / 65536

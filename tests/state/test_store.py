@@ -156,3 +156,24 @@ def test_long_moments_are_read_and_written_in_chunks(codec, monkeypatch):
     moment.write(0, spread_values("exp_avg", 1 << 16, 1))
     moment.read(0, 1 << 16)
     assert 1000 < max(numbers) <= 1024 + 2 * 64
+
+
+# --- Huge pages -----------------------------------------------------------------------------------
+
+NUMEL = 8 * store.HUGE_PAGE_BYTES
+
+
+PLACES = [(0, NUMEL), (1, NUMEL - 1), (4097, 5_000_000), (0, store.HUGE_PAGE_BYTES - 1), (0, 0)]
+
+
+@pytest.mark.parametrize(("start", "numel"), PLACES)
+def test_advise_huge_never_reaches_beyond_the_tensor(start, numel, monkeypatch):
+    calls = []
+    monkeypatch.setattr(store, "_madvise", lambda: lambda *call: calls.append(call))
+    x = torch.empty(NUMEL, dtype=torch.uint8)[start : start + numel]
+    assert store.advise_huge(x) is x
+    assert len(calls) == (numel >= 2 * store.HUGE_PAGE_BYTES)
+    for begin, length, _ in calls:
+        assert begin % store.HUGE_PAGE_BYTES == length % store.HUGE_PAGE_BYTES == 0
+        assert x.data_ptr() <= begin and begin + length <= x.data_ptr() + numel
+        assert length > numel - 2 * store.HUGE_PAGE_BYTES

@@ -212,29 +212,6 @@ def accumulated(layout: str, in_backward: bool) -> dict[str, dict]:
     return results(model, optimizer)
 
 
-WRITES = {
-    "zero_": lambda p: p.zero_(),
-    "neg_": lambda p: p.neg_(),
-    "some of each block": lambda p: p.to_local().view(-1)[::8].add_(1),
-}
-"""Writes to a parameter that change weights of each of its blocks."""
-
-
-def written(write: str) -> list[dict[str, dict]]:
-    """Return `results` of a step on 24-bit weights of which a script has written the bfloat16."""
-    found = []
-    for drops in (False, True):
-        model, optimizer = made("corrected", 3)
-        with torch.no_grad():
-            for p in model.parameters():
-                WRITES[write](p)
-                if drops:
-                    optimizer.state[p]["param_correction"].zero_()
-        run(model, optimizer, 3, 4)
-        found.append(results(model, optimizer))
-    return found
-
-
 def rows_of_cut_groups(name: str, *world_sizes: int, block_size: int = 256) -> list[int]:
     """Return the rows of a parameter that share a block with rows of another rank."""
     shape = SHAPES[name]

@@ -5,6 +5,7 @@
 //
 //   piped_kernel step TARGET         a step
 //   piped_kernel operations TARGET   the operations of Vec that round
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -12,7 +13,6 @@
 
 #include "flush_to_zero.h"
 #include "isa.h"
-#include "piped.h"
 
 #define ZERO8_TARGET scalar
 #include "vec_scalar.h"
@@ -24,7 +24,19 @@
 
 namespace {
 
-using piped::locate, piped::read;
+template <class T>
+std::vector<T> read(int64_t count) {
+  std::vector<T> x(count);
+  if (std::fread(x.data(), sizeof(T), count, stdin) != static_cast<size_t>(count)) std::abort();
+  return x;
+}
+
+// An address in `memory`, of which the field has the place; 0 is none.
+template <class T>
+void locate(T*& field, std::vector<char>& memory) {
+  const auto place = reinterpret_cast<uint64_t>(field);
+  field = place ? reinterpret_cast<T*>(memory.data() + place) : nullptr;
+}
 
 template <class T>
 void write(const std::vector<T>& x) {
