@@ -30,8 +30,6 @@ WARP = 32
 # Smaller thread blocks fit a multiprocessor's registers better; only large blocks need more.
 MIN_THREADS = 128
 
-_SMALLEST_NORMAL = np.float32(2.0**-126)
-
 
 class Driver:
     """The calls of the CUDA driver that a launch needs; torch has made the context."""
@@ -106,7 +104,7 @@ class Launch:
         (algorithm,) = map(algorithm_called, numbers)
         first_blocks = np.zeros(len(records) + 1, np.int64)
         np.cumsum(_num_blocks(records), out=first_blocks[1:])
-        parts = [part.view(np.uint8) for part in (records, first_blocks, _flushed(scalars))]
+        parts = [part.view(np.uint8) for part in (records, first_blocks, scalars)]
         # Items are multiples of 8 bytes, so everything is aligned.
         assert all(part.nbytes % 8 == 0 for part in parts[:2])
         block_size = int(records["block_size"].max(initial=PER_THREAD * WARP))
@@ -138,13 +136,6 @@ def _num_blocks(records: np.ndarray) -> np.ndarray:
         return block
 
     return np.where(records["numel"] == 0, 0, block_of(last) - block_of(records["first"]) + 1)
-
-
-def _flushed(scalars: np.ndarray) -> np.ndarray:
-    """Return scalars with subnormal numbers replaced by zeros, as CPU kernels read them."""
-    numbers = scalars.view(np.float32)
-    tiny = np.abs(numbers) < _SMALLEST_NORMAL
-    return np.where(tiny, np.copysign(np.float32(0), numbers), numbers)
 
 
 class CudaKernel:

@@ -18,6 +18,7 @@ from zero8.op.codec_maps import codec_maps
 from zero8.op.structs import DTYPE_NUMBERS, FLOAT32_MOMENTS, MOST_SCALARS, SCALARS, TENSOR
 from zero8.op.threads import alive, host_share
 from zero8.spec.algorithm import Algorithm, Scalars
+from zero8.spec.arithmetic import SMALLEST_NORMAL
 from zero8.spec.codec import Codec
 from zero8.spec.grid import BlockGrid
 from zero8.spec.segment import Moment, Rounding
@@ -115,11 +116,14 @@ def write_record(
 def packed_scalars(scalars: Sequence[Scalars]) -> np.ndarray:
     """Return the kernel's structs for an algorithm's scalars, in order: (scalars,) `SCALARS`.
 
-    Among the scalars may be those of other algorithms, which its segments do not refer to.
+    Subnormal ones become zeros.  Among the scalars may be those of other algorithms, which its
+    segments do not refer to.
     """
     zeros = (0.0,) * MOST_SCALARS
-    numbers = [(*one, *zeros[len(tuple(one)) :]) for one in scalars]
-    return np.array(numbers, np.float32).reshape(-1).view(SCALARS)
+    numbers = np.array([(*one, *zeros[len(tuple(one)) :]) for one in scalars], np.float32)
+    tiny = np.abs(numbers) < SMALLEST_NORMAL
+    flushed = np.where(tiny, np.copysign(np.float32(0), numbers), numbers)
+    return flushed.reshape(-1).view(SCALARS)
 
 
 class BlockCounts:

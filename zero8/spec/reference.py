@@ -6,7 +6,7 @@ operation rounded once as `arithmetic.py` says:
 
     g  = factor * g, rounded to the wider dtype of g and p only where the factor is not 1    (R1)
     g  = sign * g                                          maximize
-    g  = fma(l2, p, g)                                     only where weight decay is L2
+    g  = fma(l2, p, g)                                     only where l2 is a normal number
     moments', p' = the algorithm's                         (R2)-(R6) of zero8/spec/
     p  rounded to bfloat16 where the parameter is          equation (D2) of dither.py           (R7)
        or to INT8                                          (W1)-(W3) of int8_rows.py
@@ -49,7 +49,7 @@ def step(segment: Segment) -> int:
     before = segment.param.clone()
     p = ieee.flush(_wide_param(segment))
     g = ieee.mul(s.grad_sign, _scaled_grad(segment))
-    if s.l2 != 0.0:
+    if s.l2 >= ieee.SMALLEST_NORMAL:
         g = ieee.fma(s.l2, p, g)
     decoded = [_decoded(segment, rule, moment, block) for rule, moment in moments]
     new, new_p = algorithm.step(s, p, g, decoded)
