@@ -10,6 +10,7 @@ import torch
 from segments import (
     CODEC_NAMES,
     DTYPES,
+    HYPERS,
     Place,
     assert_same,
     copied,
@@ -18,7 +19,7 @@ from segments import (
     make,
     scalars_at,
 )
-from test_cuda_kernel import BLOCK_SIZES, HYPERS, advance, places
+from test_cuda_kernel import advance, places
 
 from zero8.op import cuda_compile
 from zero8.spec.segment import Segment
@@ -28,6 +29,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
 ]
 ADAMW = HYPERS["adamw"]
+# Teams of 8 and 16 threads (parts of a warp), of one warp, of 2, and of 16.
+BLOCK_SIZES = [64, 128, 256, 512, 4096]
 
 
 def found_backends() -> list[str]:

@@ -49,12 +49,6 @@ def test_norm_of_distributed_gradients_is_that_of_one_process_on_all_ranks(
     assert all(other[name][0] == first[name][0] for other in others for name in first)
 
 
-def test_distributed_parameters_in_strides_step_with_the_bits_of_one_process(standing_ranks):
-    expected = ranks.stepped("columns small", alone=True)
-    for got in standing_ranks(2).run(ranks.stepped_in_strides):
-        assert_same(got, expected)
-
-
 @pytest.mark.slow
 def test_fsdp2_over_tensor_parallelism_steps_with_the_bits_of_one_process(standing_ranks):
     _, expected = ranks.stepped_in_parallel(alone=True)

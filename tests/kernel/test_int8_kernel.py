@@ -59,7 +59,7 @@ def set_step(segment: Segment, step: int, kind: int) -> None:
 @pytest.mark.parametrize("codec", CODEC_NAMES, ids=lambda name: name or "fp32")
 def test_kernel_step_of_int8_weights_equals_reference(codec, dtypes):
     segments = [segment_at(place, codec, dtypes) for place in PLACES]
-    assert_follows_reference(segments, HYPER, count=3, num_threads=2)
+    assert_follows_reference(segments, HYPER, 3, kernel_steps.on_every_isa())
 
 
 @pytest.mark.parametrize("codec", [None, "log"], ids=lambda name: name or "fp32")
@@ -81,5 +81,5 @@ def test_kernel_step_of_int8_weights_any_scales_equal_reference(dtype, rounding)
     segment = segment_at(place, dtypes=(dtype, FP32, rounding))
     segment.row_scales.copy_(torch.tensor(scales, device="cpu"))
     segment.param[::7] = -128
-    assert_follows_reference([segment], HYPER, count=2)
+    assert_follows_reference([segment], HYPER, 2, kernel_steps.on_every_isa())
     assert (segment.row_scales[:8].isfinite()).all() and not segment.row_scales[8:].isfinite().any()

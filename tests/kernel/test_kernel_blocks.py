@@ -5,7 +5,6 @@ import itertools
 import math
 import random
 from fractions import Fraction
-from functools import partial
 
 import kernel_steps
 import numpy as np
@@ -39,14 +38,14 @@ WHOLE = Place((7, 700), 256, 0, 7 * 700)
 
 @codec_names
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_kernel_step_writes_nothing_beside_its_segment(codec, dtype):
+def test_kernel_step_writes_nothing_beside_its_segment(codec, dtype, steppers):
     """Neighbours in the same buffers belong to other threads: 100 elements on both sides."""
     places = [Place((3, 300), 256, 299, numel) for numel in (1, 15, 17, 63, 255)]
-    for isa, place in itertools.product(kernel.isas(), [*places, Place((60, 5), 256, 0, 300)]):
+    places += [Place((3, 300), 256, 296, numel) for numel in (7, 8, 9, 31)]
+    for name, place in itertools.product(steppers, [*places, Place((60, 5), 256, 0, 300)]):
         segment = make(codec, place, scalars_at(1, ADAMW), dtype)
         segment.grad.copy_(gradient(0, place.numel, seed=place.numel))
-        step = partial(kernel_steps.step, isa=isa)
-        assert_steps_inside(segment, step, step, f"{isa}, {place}")
+        assert_steps_inside(segment, steppers[name], steppers[name], f"{name}, {place}")
 
 
 # --- Non-finite gradients ------------------------------------------------------------------------
@@ -57,10 +56,12 @@ POISON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "1e30": 1e30, "-2
 @codec_names
 @pytest.mark.parametrize("poison", POISON.values(), ids=POISON)
 @pytest.mark.parametrize("grad_dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("isa", ["baseline", "fastest"])
-def test_kernel_step_nonfinite_gradient_leaves_its_block_as_it_was(codec, poison, grad_dtype, isa):
+@pytest.mark.parametrize("name", ["baseline", "fastest", "cuda"])
+def test_kernel_step_nonfinite_gradient_leaves_its_block_as_it_was(
+    codec, poison, grad_dtype, name, steppers
+):
     """Blocks without it step as if it were not there; the reference does the same."""
-    isa = list(kernel.isas())[{"baseline": 0, "fastest": -1}[isa]]
+    step = steppers[list(kernel.isas())[-1] if name == "fastest" else name]
     place = Place((5, 300), 256, 20, 1400)
     clean = make(codec, place, scalars_at(2, ADAMW), FP32, grad_dtype)
     clean.grad.copy_(gradient(0, place.numel, seed=1))
@@ -75,21 +76,21 @@ def test_kernel_step_nonfinite_gradient_leaves_its_block_as_it_was(codec, poison
     bad_blocks = block[bad].unique()
     assert bad_blocks.numel() == 2
 
-    assert kernel_steps.step([clean, poisoned], isa=isa) == [0, 2]
+    assert step([clean, poisoned]) == [0, 2]
     good = ~torch.isin(block, bad_blocks)
     good_blocks = ~torch.isin(block.unique(), bad_blocks)
-    for name, value in tensors_by_element(poisoned).items():
-        mask = good_blocks if name.endswith("scale") else good
-        assert torch.equal(value[mask], tensors_by_element(clean)[name][mask]), name
-        assert torch.equal(value[~mask], tensors_by_element(before)[name][~mask]), name
+    for key, value in tensors_by_element(poisoned).items():
+        mask = good_blocks if key.endswith("scale") else good
+        assert torch.equal(value[mask], tensors_by_element(clean)[key][mask]), key
+        assert torch.equal(value[~mask], tensors_by_element(before)[key][~mask]), key
     assert not torch.equal(poisoned.param[good], before.param[good])
     assert reference.step(following) == 2
-    assert_same(poisoned, following, isa)
+    assert_same(poisoned, following, name)
 
 
 @codec_names
-@pytest.mark.parametrize("isa", kernel.isas())
-def test_kernel_step_moment_that_is_no_number_leaves_its_block_as_it_was(codec, isa):
+@pytest.mark.parametrize("name", [*kernel.isas(), "cuda"])
+def test_kernel_step_moment_that_is_no_number_leaves_its_block_as_it_was(codec, name, steppers):
     """Nothing that a load lets through, but a state can be put in place by hand."""
     place = Place((6, 300), 256, 0, 1800)
     clean = make(codec, place, scalars_at(2, ADAMW))
@@ -100,7 +101,7 @@ def test_kernel_step_moment_that_is_no_number_leaves_its_block_as_it_was(codec, 
         bad_block = poison_moment(poisoned, which, poison)
         before, following = copied(poisoned), copied(poisoned)
         is_bad = (which, poison) != ("exp_avg", -1.0)  # that is a number
-        assert kernel_steps.step([poisoned], isa=isa) == [int(is_bad)]
+        assert steppers[name]([poisoned]) == [int(is_bad)]
         assert reference.step(following) == is_bad
         assert_same(poisoned, following, f"{which} of {poison}")
         block, _ = poisoned.grid.block_numbers(0, place.numel)

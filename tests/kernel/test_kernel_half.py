@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""float16 gradients of float32 parameters: every one of them, on every instruction set."""
+"""16-bit gradients: every float16 with every stepper, and all times a factor."""
 
-import kernel_steps
 import pytest
 import torch
 from halves import BEYOND, FINITE, HYPERS, ROW_LENGTHS, among_finite, segments_of
 from segments import CODEC_NAMES, Place, assert_same, copied, make, scalars_at, tensors
 
-from zero8.op import kernel
 from zero8.spec import reference
 from zero8.spec.segment import Rounding
 
@@ -21,14 +19,14 @@ hypers = pytest.mark.parametrize("hyper", HYPERS.values(), ids=HYPERS)
 @row_lengths
 @hypers
 def test_kernel_step_every_finite_half_steps_as_the_same_number_in_float32(
-    codec, row_length, hyper
+    codec, row_length, hyper, steppers
 ):
     assert FINITE.numel() == 65536 - 2048
-    for isa in kernel.isas():
+    for name, step in steppers.items():
         half, wide = segments_of(codec, FINITE, row_length, hyper)
         before = half.param.clone()
-        assert kernel_steps.step([half, wide], isa=isa) == [0, 0]
-        assert_same(half, wide, isa)
+        assert step([half, wide]) == [0, 0]
+        assert_same(half, wide, name)
         assert (half.param != before).all()
 
 
@@ -36,19 +34,19 @@ def test_kernel_step_every_finite_half_steps_as_the_same_number_in_float32(
 @row_lengths
 @hypers
 def test_kernel_step_every_infinite_or_nan_half_leaves_its_block_as_it_was(
-    codec, row_length, hyper
+    codec, row_length, hyper, steppers
 ):
     assert BEYOND.numel() == 2048
     grad = among_finite(BEYOND, row_length)
     left = torch.tensor([True, True, False]).repeat(BEYOND.numel())
-    for isa in kernel.isas():
+    for name, step in steppers.items():
         half, wide = segments_of(codec, grad.flatten(), row_length, hyper)
         before = copied(half)
-        assert kernel_steps.step([half, wide], isa=isa) == [2 * 2048, 2 * 2048]
-        assert_same(half, wide, isa)
-        for name, value in tensors(half).items():
-            rows, rows_before = (x.view(len(left), -1) for x in (value, tensors(before)[name]))
-            assert torch.equal(rows[left], rows_before[left]), name
+        assert step([half, wide]) == [2 * 2048, 2 * 2048]
+        assert_same(half, wide, name)
+        for key, value in tensors(half).items():
+            rows, rows_before = (x.view(len(left), -1) for x in (value, tensors(before)[key]))
+            assert torch.equal(rows[left], rows_before[left]), (name, key)
         assert (half.param != before.param).view(-1, row_length)[~left].all()
 
 
@@ -69,7 +67,7 @@ BARE = {"lr": 1e-3, "betas": (0.0, 0.0), "eps": 1e-8, "weight_decay": 0.0}
 
 @pytest.mark.parametrize("factor", [1 / 3, 2.0**-16, 1 / 65536.3, 0.999999, 3.0])
 @pytest.mark.parametrize("dtypes", [(FP32, BF16), (FP32, FP16), (BF16, BF16)], ids=str)
-def test_kernel_grad_factor_of_every_16_bit_gradient_equals_torch(dtypes, factor):
+def test_kernel_grad_factor_of_every_16_bit_gradient_equals_torch(dtypes, factor, steppers):
     """In the wider dtype; but for gradients and products below 2^-126, which count as 0."""
     factor = torch.tensor(factor).item()
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
@@ -82,8 +80,8 @@ def test_kernel_grad_factor_of_every_16_bit_gradient_equals_torch(dtypes, factor
     one.grad.copy_(every)
     other = copied(one)
     other.scalars, other.grad = plain, every.to(torch.promote_types(*dtypes)).mul_(factor)
-    for isa in kernel.isas():
+    for name, step in steppers.items():
         mine, theirs = copied(one), copied(other)
-        assert kernel_steps.step([mine], isa=isa) == kernel_steps.step([theirs], isa=isa)
+        assert step([mine]) == step([theirs])
         theirs.grad = mine.grad
-        assert_same(mine, theirs, f"{isa}, factor {factor}")
+        assert_same(mine, theirs, f"{name}, factor {factor}")

@@ -156,13 +156,14 @@ def prepare(segment: Segment, hyper: dict, chance: random.Random, step: int) -> 
     set_phases(segment, *(chance.randrange(2**32) for _ in range(2)))
 
 
-def check(number: int) -> None:
-    """Take a few steps of one case on every instruction set, and on the reference."""
+def check(number: int, steppers) -> None:
+    """Take a few steps of one case with every stepper, and on the reference."""
     chance = random.Random(number)
     hyper = hyper_of(number, chance)
     is_int8 = number % 8 == 5
     segment = (int8_segment_of if is_int8 else segment_of)(hyper, chance)
-    followers = {isa: copied(segment) for isa in kernel.isas()}
+    names = [name for name in steppers if name != "cuda" or not is_int8]
+    followers = {name: copied(segment) for name in names}
     for step in range(1, STEPS + 1):
         prepare(segment, hyper, chance, step)
         for one in followers.values():
@@ -173,16 +174,16 @@ def check(number: int) -> None:
             one.scalars = segment.scalars
             set_phases(one, segment.moments[0].phase, segment.param_phase)
         wanted = reference.step(segment)
-        for isa, one in followers.items():
-            label = f"case {number}, {isa}, step {step}"
-            assert kernel_steps.step([one], isa=isa, num_threads=1) == [wanted], label
+        for name, one in followers.items():
+            label = f"case {number}, {name}, step {step}"
+            assert steppers[name]([one]) == [wanted], label
             assert_same(one, segment, label)
 
 
 @pytest.mark.usefixtures("one_torch_thread")
-def test_kernel_step_random_cases_equal_reference():
+def test_kernel_step_random_cases_equal_reference(steppers):
     for number in (*range(QUICK), *FOUND):
-        check(number)
+        check(number, steppers)
 
 
 def main() -> None:
@@ -193,7 +194,7 @@ def main() -> None:
     torch.set_num_threads(1)
     began = time.time()
     for number in trange(given.first, given.first + given.count, mininterval=10):
-        check(number)
+        check(number, kernel_steps.on_every_isa(num_threads=1))
     isas = ", ".join(kernel.isas())
     print(f"{given.count} cases on {isas}: all as the reference, {time.time() - began:.0f} s")
 

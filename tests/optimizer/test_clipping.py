@@ -144,15 +144,3 @@ def test_step_with_a_copy_that_cannot_be_written_is_refused_and_changes_nothing(
     with pytest.raises(ValueError, match="copy"):
         optimizer.step()
     assert torch.equal(p.detach(), torch.ones(64, 64))
-
-
-def test_step_writes_the_copy_of_a_parameter_and_takes_it_out():
-    p = torch.nn.Parameter(torch.randn(64, 70))
-    optimizer, copied = Adam8bitBlockwise([p], lr=0.1), torch.zeros(64, 70, dtype=torch.bfloat16)
-    for is_copied in (True, False):
-        p.grad = torch.randn(64, 70)
-        if is_copied:
-            optimizer.copies[p] = copied
-        optimizer.step()
-        assert not optimizer.copies
-        assert torch.equal(copied, p.detach().bfloat16()) is is_copied

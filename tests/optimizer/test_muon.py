@@ -115,22 +115,6 @@ def test_muon_learning_rates_have_the_ratio_of_adjust_lr_fn(shape):
     assert torch.equal(found["match_rms_adamw"], torch.tensor(0.2 * math.sqrt(256)) * direction)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_muon_chunks_of_equal_shapes_take_the_steps_of_each_alone(dtype):
-    """Momentum to the bit; the gradients do not depend on the weights."""
-    params = [param(16, 256, seed=n, dtype=dtype) for n in range(4)]
-    together = muon(*params)
-    run(together, params, 2)
-    for number in range(4):
-        q = param(16, 256, seed=number, dtype=dtype)
-        alone = Muon8bitBlockwise([(str(number), q)], lr=0.01, **EXACT)
-        for step in range(2):
-            generator = torch.Generator().manual_seed(1000 * step + number)
-            q.grad = torch.randn(q.shape, generator=generator).to(dtype)
-            alone.step()
-        assert_same(codes_of(together, params[number]), codes_of(alone, q))
-
-
 @pytest.mark.parametrize("ns_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtypes", [(FP32, FP32), (FP32, BF16), (BF16, BF16)], ids=str)
 def test_muon_clipping_rounds_to_the_wider_type_of_weight_and_gradient(dtypes, ns_dtype):

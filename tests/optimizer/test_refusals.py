@@ -25,6 +25,7 @@ from zero8.optimizer.elementwise import OPTIMIZERS
 from zero8.spec.algorithms import ALGORITHMS
 from zero8.spec.segment import Rounding
 from zero8.state import keywords
+from zero8.state.tell import tell_once
 
 ADAM, SGD, MIX, MUON = (
     Adam8bitBlockwise,
@@ -163,6 +164,7 @@ def test_every_algorithm_has_an_optimizer_that_torch_knows_and_the_defaults_of_a
 
 def test_weight_decay_that_is_not_given_is_logged_once(caplog):
     """Whoever says 0, or has asked for Adam with L2, knows what there is."""
+    tell_once.cache_clear()
     for given, count in (({"weight_decay": 0}, 0), ({"adam_w_mode": False}, 0), ({}, 1), ({}, 1)):
         ADAM([param(2)], **given)
         said = [line for line in caplog.messages if "weight_decay is not given" in line]

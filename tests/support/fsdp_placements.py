@@ -180,23 +180,6 @@ def norms_alone(names: list[str]) -> dict[str, float]:
     return {name: torch.cat(grads).double().norm().item() for name, grads in flat.items()}
 
 
-def stepped_in_strides() -> list[dict]:
-    """Return `results` where what each rank holds of a matrix is a view of all its columns."""
-    start()
-    case, mesh, values = CASES["columns small"], init_device_mesh("cpu", (2,)), []
-    for value in values_of(case):
-        columns = value.chunk(2, dim=1)[mesh.get_rank()]
-        whole_one = {"shape": value.shape, "stride": value.stride()}
-        values.append(DTensor.from_local(columns, mesh, case.placements, **whole_one))
-    params, optimizer = make(case, values)
-    assert not any(p.to_local().is_contiguous() for p in params)
-    run(case, mesh, params, optimizer, 0, STEPS)
-    return results(params, optimizer)
-
-
-# --- Boxes ----------------------------------------------------------------------------------------
-
-
 # --- FSDP2 on top of tensor parallelism -----------------------------------------------------------
 
 TENSOR_PARALLEL = {

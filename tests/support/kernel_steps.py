@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of the kernels over segments, without an optimizer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -26,6 +27,11 @@ def step(
     run(records, scalars, num_threads, isa)
     counts: list[int] = records["nonfinite_blocks"].tolist()
     return counts
+
+
+def on_every_isa(num_threads: int = 2) -> dict[str, Callable]:
+    """Return `step` for each instruction set of this processor."""
+    return {isa: partial(step, isa=isa, num_threads=num_threads) for isa in kernel.isas()}
 
 
 def packed(segments: Sequence[Segment]) -> tuple[np.ndarray, np.ndarray]:

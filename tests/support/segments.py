@@ -94,6 +94,10 @@ HYPERS = {
         "algorithm": ADEMAMIX, "lr": 1e-3, "betas": (0.99, 0.999, 0.9999), "weight_decay": 0.1
     },
     "sgd, dampening": {"algorithm": SGD, "lr": 0.25, "momentum": 0.5, "dampening": 0.25},
+    "subnormal scalars": {"lr": 1e-40, "betas": (1e-30, 0.9), "eps": 1e-40, "weight_decay": 0.1},
+    "large rate": {"lr": 2.0**119, "betas": (0.9, 0.999), "eps": 1.0, "weight_decay": 0.0},
+    "lion, subnormal scalars": {"algorithm": LION, "lr": 1e-40, "betas": (1e-30, 0.9)},
+    "sgd, subnormal scalars": {"algorithm": SGD, "lr": 1e-40, "momentum": 1e-30},
 }  # fmt: skip
 """Hyperparameters, as `scalars_at` takes them."""
 
