@@ -109,7 +109,14 @@ EXACT = {
 
 @pytest.mark.parametrize(("made", "exact", "options"), EXACT.values(), ids=EXACT)
 def test_algorithm_with_float32_moments_follows_its_paper_in_float64(made, exact, options):
-    """After 40 steps within a thousandth of an update; roundings make half of that."""
+    """After 40 steps within a hundredth of an update.
+
+    Up to step t an average rounds 3t times, the denominator as often, and a quotient by it counts
+    it twice: an update is within (9t + 14) 2^-24 of the magnitudes that it sums, which are at most
+    12 LR (a momentum of 0.9 of gradients of size 1).  Over 40 steps that is 0.0055 LR.  A weight of
+    at most 4 rounds 3 times a step, 40 x 3 x 4 x 2^-24 = 0.003 LR in all.  Lion's signs agree,
+    unless its sum is below its rounding, as that of no element is here.
+    """
     mine = param(70, 90)
     theirs = nn.Parameter(mine.detach().double())
     optimizer = made([mine], lr=LR, min_8bit_size=10**9, **options)
@@ -123,7 +130,7 @@ def test_algorithm_with_float32_moments_follows_its_paper_in_float64(made, exact
         theirs.grad = mine.grad.double()
         optimizer.step()
         twin.step()
-    assert (mine - theirs).abs().max() < LR / 1000
+    assert (mine - theirs).abs().max() < LR / 100
 
 
 def test_adam_l2_adds_decay_to_the_gradient():
