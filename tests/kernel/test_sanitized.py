@@ -6,9 +6,7 @@ import sys
 
 import processes
 import pytest
-from needs import need_nvme
 from places import FOLDERS, ROOT, TESTS
-from ranks import build_ops, free_port
 from test_csrc import COMPILER, CSRC, SANITIZERS, compile_all, output_of, python_headers
 
 from zero8.op import build
@@ -57,24 +55,15 @@ def run(op, *command, **environment):
     )
 
 
-# DeepSpeed's aio may have to be built first, which takes minutes.
 @pytest.mark.timeout(1800)
 @pytest.mark.slow
 def test_steps_and_states_that_arrive_under_the_sanitizers_touch_no_other_memory(op, tmp_path):
-    """zero_arrival.py runs in this way only: its process is the one rank of a world of its own."""
-    # Here, as compilers would be watched, too.
-    build_ops()
-    need_nvme()
-    names = "test_record_check test_random_steps test_state_arrival zero_arrival".split()
+    names = "test_record_check test_random_steps test_state_arrival test_zero_arrival".split()
     files = [path for name in names for path in TESTS.rglob(f"{name}.py")]
-    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     # -s: a sanitizer ends the process, with whatever pytest has captured until then.
     options = ["-qs", "-p", "sanitized_op", "-p", "no:cacheprovider", "--rootdir", ROOT]
     options.append(f"--basetemp={tmp_path / 'b'}")
-    done = run(
-        op, "-m", "pytest", *options, *files,
-        MASTER_PORT=str(free_port()), **world,
-    )  # fmt: skip
+    done = run(op, "-m", "pytest", *options, *files)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     assert " passed" in done.stdout
 
