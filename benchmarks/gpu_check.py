@@ -52,7 +52,7 @@ def parts(base: Path) -> list[Part]:
         Part("build_adamw", [*build, "AdamW"], 240),
         Part("tests", [*tests, "tests/cuda", "tests/optimizer"], 180),
         Part("fsdp", [*tests, "tests/fsdp/test_fsdp_gpu.py"], 180),
-        Part("zero", [*tests, "tests/zero/test_zero_gpu.py"], 300),
+        Part("zero", [*tests, "tests/zero"], 300),
         Part("memcheck", [*sanitizer, "memcheck"], 90),
         Part("train", [*tests, "tests/train/test_train_gpu.py"], 240),
         Part("bench", [*bench, "--json", f"{base}_step.json"], 240),

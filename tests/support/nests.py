@@ -5,7 +5,8 @@ import torch
 
 
 def assert_same(got, expected) -> None:
-    assert difference(got, expected) == ""
+    found = difference(got, expected)
+    assert not found, found  # on a rank pytest does not show it
 
 
 def difference(a, b, path="") -> str:

@@ -2,8 +2,10 @@
 """Runs functions on several ranks, each a process, with a time limit for all of them."""
 
 import faulthandler
+import functools
 import gc
 import importlib
+import inspect
 import json
 import os
 import select
@@ -154,6 +156,25 @@ def run_ranks(
         return ranks.run(function, **arguments)
     finally:
         ranks.close()
+
+
+def on_ranks(world_size: int, timeout_s: float = 180, device: str = "cpu") -> Callable:
+    """Make a test of a function that every rank of `standing_ranks` runs, and that asserts."""
+
+    def make(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def test(standing_ranks=None, **arguments):
+            if standing_ranks is None:  # on a rank
+                function(**arguments)
+            else:
+                standing_ranks(world_size, device).run(test, timeout_s, **arguments)
+
+        taken = inspect.signature(function).parameters.values()
+        own = inspect.Parameter("standing_ranks", inspect.Parameter.KEYWORD_ONLY)
+        test.__signature__ = inspect.Signature([*taken, own])
+        return test
+
+    return make
 
 
 _job: Path | None = None  # the folder of the function that this rank runs

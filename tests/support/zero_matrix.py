@@ -164,7 +164,7 @@ CELLS = {
     "zero2_autocast": Cell(2, None, "fp32", options=AUTOCAST),
     "zero2_cpu_autocast_fp16": Cell(2, "cpu", "fp32", options=AUTOCAST_FP16, poisoned=3),
     "zero3_cpu_autocast": Cell(3, "cpu", "fp32", options=AUTOCAST | GAS, resumes=False),
-    "zero3_cpu_params": Cell(3, "cpu", "bf16", "odd", zero={"offload_param": {"device": "cpu"}}),
+    "zero3_cpu_params": Cell(3, "cpu", "masters", "odd", zero={"offload_param": {"device": "cpu"}}),
     "zero3_hpz": Cell(3, None, "bf16", "odd", zero={"zero_hpz_partition_size": 2}, options=GAS),
 }
 

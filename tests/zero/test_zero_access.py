@@ -1,24 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's access to single moments, and states that arrive from elsewhere."""
+"""DeepSpeed's access to moments, states that arrive from elsewhere, and interrupted steps."""
 
 import copy
+import signal
 from dataclasses import replace
 
 import pytest
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import safe_set_full_optimizer_state
-from nests import difference
-from zero_worker import (
-    MOMENTS,
-    Bag,
-    base_optimizer,
-    config,
-    held,
-    make_engine,
-    plain,
-    take_step,
-)
+from nests import assert_same
+from ranks import on_ranks
+from zero_worker import MOMENTS, Bag, base_optimizer, config, held, make_engine, plain, take_step
 
 from zero8.spec.adam import ADAM
 from zero8.spec.codec import DEFAULT_CODEC, codec_named
@@ -29,174 +22,160 @@ STAGES = (2, 3)
 SET = "conv"  # lies on both ranks
 
 
-def write(stage):
-    """Return what is held after steps, after writes, and after a step more."""
-    engine = make_engine(config(stage=stage), Bag())
-    take_step(engine, 0)
-    take_step(engine, 1)
-    result = {"stepped": held(engine)}
-    for which in MOMENTS:
-        safe_set_full_optimizer_state(
-            getattr(engine.module, SET), torch.ones(Bag.SHAPES[SET]), which
-        )
-    take_step(engine, 2)
-    return result | {"stepped on": held(engine)}
+def stepped(steps=1, groups=None, **options):
+    """Return an engine over a new `Bag` that has taken steps."""
+    bag = Bag()
+    engine = make_engine(config(**options), bag, groups and groups(list(bag.parameters())))
+    for step in range(steps):
+        take_step(engine, step)
+    return engine
 
 
-def absorb(stage):
-    """Put dense float32 moments into the state of one engine, write the same into the other's."""
-    engines = [make_engine(config(stage=stage), Bag()) for _ in range(2)]
-    for engine in engines:
-        take_step(engine, 0)
-        take_step(engine, 1)
-    given, written = (base_optimizer(engine).state.values() for engine in engines)
-    for state in given:
-        for which in MOMENTS:
-            state[which] = state[which].clone() * 3.0
-    for state in written:
-        for which in MOMENTS:
-            state[which].copy_(state[which].clone() * 3.0)
-    dense = [type(state["exp_avg"]) is torch.Tensor for state in given]
-    for engine in engines:
-        take_step(engine, 2)
-    return {"dense": all(dense), "given": held(engines[0]), "written": held(engines[1])}
+def states_of(engine):
+    return list(base_optimizer(engine).state.values())
 
 
-def set_first_piece(store, **change):
-    first, *others = store.table.pieces
-    store.table = PieceTable((replace(first, **change), *others), store.table.numel)
-
-
-def load_states():
-    """Load a state dict into another codec, and of parameters that had other names."""
-    engine = make_engine(config(), Bag())
-    take_step(engine, 0)
-    saved = copy.deepcopy(base_optimizer(engine).state_dict())
-    result = {"saved": held(engine)}
-
-    other = make_engine(config(codec="dynamic"), Bag())
-    base_optimizer(other).load_state_dict(copy.deepcopy(saved))
-    result["other codec"] = held(other)
-    renamed = copy.deepcopy(saved)
-    (state,) = renamed["state"].values()
-    for which in MOMENTS:
-        set_first_piece(state[which].store, identity=12345, name="before")
-    fresh = make_engine(config(), Bag())
-    base_optimizer(fresh).load_state_dict(renamed)
-    result["renamed"] = held(fresh)
-    take_step(fresh, 1)
-    result["source after a step"] = {which: plain(state[which]) for which in MOMENTS}
-    (state,) = base_optimizer(fresh).state.values()
-    result["renamed, a step on"] = state["history"]
-    return result
-
-
-def move_away_and_back(**options):
-    """Take a step, have DeepSpeed offload and reload its states, take another; and without that.
-
-    Options are those of `offload_states`.
-    """
-    moved, stayed = (make_engine(config(offload=None), Bag()) for _ in range(2))
-    for engine in (moved, stayed):
-        take_step(engine, 0)
-    moved.offload_states(**options)
-    moved.reload_states()
-    for engine in (moved, stayed):
-        take_step(engine, 1)
-    return {"moved": held(moved), "stayed": held(stayed)}
-
-
-def load_while_moved(folder):
-    """Save, step, and load while states are offloaded; return what was held, and then is, by what
-    is offloaded, and rows of memory reports."""
-    result = {}
-    for number, include in enumerate(([], *([one] for one in OffloadStateTypeEnum))):
-        engine = make_engine(config(offload=None), Bag())
-        take_step(engine, 0)
-        engine.save_checkpoint(folder, tag=f"{number}")
-        rows = base_optimizer(engine).memory_report().to_dicts()
-        before = held(engine)
-        take_step(engine, 1)
-        engine.offload_states(include=include or None)
-        same_rows = base_optimizer(engine).memory_report().to_dicts() == rows
-        engine.load_checkpoint(folder, tag=f"{number}")
-        engine.reload_states()
-        result[str(include)] = {"before": before, "loaded": held(engine), "same rows": same_rows}
-    return result
-
-
-def access_all(folder):
-    """Run all of this file's scenarios in one process."""
-    return {
-        "access": {stage: write(stage) for stage in STAGES},
-        "absorb": {stage: absorb(stage) for stage in STAGES},
-        "load": load_states(),
-        "load while offloaded": load_while_moved(folder),
-    }
-
-
-@pytest.fixture(scope="module")
-def ranks(standing_ranks, tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("offloaded"))
-    return standing_ranks(2).run(access_all, folder=folder)
+def assert_steps_are_the_same(ours, theirs, step):
+    for engine in (ours, theirs):
+        take_step(engine, step)
+    assert_same(held(ours), held(theirs))
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_dense_moments_in_the_state_are_absorbed_by_the_next_step(ranks, stage):
+@on_ranks(2)
+def test_dense_moments_in_the_state_are_absorbed_by_the_next_step(stage):
     """The same as writing them, bit for bit; afterwards the state is 8-bit again."""
-    for rank in ranks:
-        result = rank["absorb"][stage]
-        assert result["dense"]
-        assert difference(result["given"], result["written"]) == ""
-        for state in result["given"]["states"]:
-            assert state["exp_avg"][0].dtype == torch.uint8
+    given, written = stepped(2, stage=stage), stepped(2, stage=stage)
+    for which in MOMENTS:
+        for state in states_of(given):
+            state[which] = state[which].clone() * 3.0
+            assert type(state[which]) is torch.Tensor
+        for state in states_of(written):
+            state[which].copy_(state[which].clone() * 3.0)
+    assert_steps_are_the_same(given, written, 2)
+    assert all(state["exp_avg"].store.codes.dtype == torch.uint8 for state in states_of(given))
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_moments_that_were_written_have_an_unknown_history(ranks, stage):
+@on_ranks(2)
+def test_moments_that_were_written_have_an_unknown_history(stage):
     """The clip of the update rests on moments that steps have made: others must not be clipped."""
-    for rank in ranks:
-        stepped, on = (rank["access"][stage][w]["states"] for w in ("stepped", "stepped on"))
-        assert all(state["history"] < 53 for state in stepped)
-        touched = [any(p.name == SET for p in state["pieces"]) for state in on]
-        assert any(touched)
-        assert all(state["history"] > 1e38 for state, yes in zip(on, touched, strict=True) if yes)
+    engine = stepped(2, stage=stage)
+    assert all(state["history"] < 53 for state in states_of(engine))
+    for which in MOMENTS:
+        ones = torch.ones(Bag.SHAPES[SET])
+        safe_set_full_optimizer_state(getattr(engine.module, SET), ones, which)
+    take_step(engine, 2)
+    written = [
+        state
+        for state in states_of(engine)
+        if any(piece.name == SET for piece in state["exp_avg"].store.table.pieces)
+    ]
+    assert written and all(state["history"] > 1e38 for state in written)
 
 
-def test_state_dict_that_was_loaded_does_not_follow_the_optimizer(ranks):
-    for rank in ranks:
-        (saved,) = rank["load"]["saved"]["states"]
-        for which in MOMENTS:
-            assert difference(rank["load"]["source after a step"][which], saved[which]) == ""
+@on_ranks(2)
+def test_state_dict_keeps_the_identity_that_the_dither_depends_on():
+    """A parameter that was renamed goes on with the dither that it had, and with its history.
+
+    What was loaded does not follow the optimizer.
+    """
+    engine, fresh = stepped(), stepped(0)
+    (saved,) = held(engine)["states"]
+    renamed = copy.deepcopy(base_optimizer(engine).state_dict())
+    (state,) = renamed["state"].values()
+    for store in (state[which].store for which in MOMENTS):
+        first, *others = store.table.pieces
+        changed = replace(first, identity=12345, name="before")
+        store.table = PieceTable((changed, *others), store.table.numel)
+    base_optimizer(fresh).load_state_dict(renamed)
+    (got,) = held(fresh)["states"]
+    assert got["pieces"][0] == replace(saved["pieces"][0], identity=12345)
+    assert got["pieces"][1:] == saved["pieces"][1:]
+    assert_same(got["exp_avg"], saved["exp_avg"])
+    take_step(fresh, 1)
+    assert states_of(fresh)[0]["history"] < 53
+    for which in MOMENTS:
+        assert_same(plain(state[which]), saved[which])
 
 
-def test_state_dict_keeps_the_identity_that_the_dither_depends_on(ranks):
-    """A parameter that was renamed goes on with the dither that it had, and with its history."""
-    for rank in ranks:
-        (got,), (saved,) = rank["load"]["renamed"]["states"], rank["load"]["saved"]["states"]
-        assert got["pieces"][0] == replace(saved["pieces"][0], identity=12345)
-        assert got["pieces"][1:] == saved["pieces"][1:]
-        assert difference(got["exp_avg"], saved["exp_avg"]) == ""
-        assert rank["load"]["renamed, a step on"] < 53
+@on_ranks(2)
+def test_state_dict_of_another_codec_is_encoded_again():
+    engine, other = stepped(), stepped(0, codec="dynamic")
+    base_optimizer(other).load_state_dict(copy.deepcopy(base_optimizer(engine).state_dict()))
+    (got,), (saved,) = held(other)["states"], held(engine)["states"]
+    table = PieceTable(saved["pieces"], len(saved["master"]))
+    for which in MOMENTS:
+        rule = ADAM.moment(which)
+        source = MomentStore(codec_named(DEFAULT_CODEC), rule, table, *saved[which])
+        expected = MomentStore.zeros(codec_named("dynamic"), rule, table)
+        expected.write(0, source.read(0, table.numel))
+        assert_same(got[which], (expected.codes, expected.scales, expected.dense))
 
 
-def test_state_dict_of_another_codec_is_encoded_again(ranks):
-    for rank in ranks:
-        (got,), (saved,) = rank["load"]["other codec"]["states"], rank["load"]["saved"]["states"]
-        table = PieceTable(saved["pieces"], len(saved["master"]))
-        for which in MOMENTS:
-            source = MomentStore(
-                codec_named(DEFAULT_CODEC), ADAM.moment(which), table, *saved[which]
-            )
-            expected = MomentStore.zeros(codec_named("dynamic"), ADAM.moment(which), table)
-            expected.write(0, source.read(0, table.numel))
-            buffers = (expected.codes, expected.scales, expected.dense)
-            assert difference(got[which], buffers) == ""
-
-
-def test_checkpoint_loads_and_reports_stay_while_states_are_offloaded(ranks):
+@pytest.mark.parametrize("include", [[], *([one] for one in OffloadStateTypeEnum)], ids=str)
+@on_ranks(2)
+def test_checkpoint_loads_and_reports_stay_while_states_are_offloaded(include, tmp_path):
     """As with torch's AdamW: DeepSpeed takes away then what says which parts a rank holds."""
-    for rank in ranks:
-        for include, result in rank["load while offloaded"].items():
-            assert difference(result["before"], result["loaded"]) == "", include
-            assert result["same rows"], include
+    engine = stepped(offload=None)
+    engine.save_checkpoint(tmp_path, tag="saved")
+    rows, before = base_optimizer(engine).memory_report().to_dicts(), held(engine)
+    take_step(engine, 1)
+    engine.offload_states(include=include or None)
+    assert base_optimizer(engine).memory_report().to_dicts() == rows
+    engine.load_checkpoint(tmp_path, tag="saved")
+    engine.reload_states()
+    assert_same(held(engine), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("pin_memory", [False, True])
+@pytest.mark.parametrize("non_blocking", [False, True])
+@on_ranks(max(1, torch.cuda.device_count()), device="cuda")
+def test_gpu_states_that_were_offloaded_and_reloaded_go_on_as_those_that_stayed(
+    pin_memory, non_blocking
+):
+    moved, stayed = stepped(offload=None), stepped(offload=None)
+    moved.offload_states(pin_memory=pin_memory, non_blocking=non_blocking)
+    moved.reload_states()
+    assert_steps_are_the_same(moved, stayed, 1)
+
+
+class Interrupt(Exception):
+    """What the handler raises, as that of Ctrl-C does."""
+
+
+# Both step in several parts: over groups, and over sub-groups.
+@pytest.mark.parametrize("options", [{}, {"stage": 3, "zero": {"sub_group_size": 5000}}], ids=str)
+@on_ranks(2)
+def test_interrupt_in_an_engines_step_finds_it_done_and_counted(options):
+    """All parts of it; a signal arrives after the first."""
+
+    def groups(params):
+        return [{"params": params[:3]}, {"params": params[3:]}]
+
+    expected, engine = (stepped(groups=groups, **options) for _ in range(2))
+    take_step(expected, 1)
+    parts, found = [], []
+
+    def handle(number, frame):
+        found.append((engine.global_steps, held(engine)))
+        raise Interrupt
+
+    def interrupt(*_):
+        parts.append(len(parts))
+        if len(parts) == 1:
+            signal.raise_signal(signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    hook = base_optimizer(engine).register_step_post_hook(interrupt)
+    try:
+        with pytest.raises(Interrupt):
+            take_step(engine, 1)
+    finally:
+        hook.remove()
+        signal.signal(signal.SIGUSR1, before)
+    assert len(parts) >= 2
+    assert_same(found, [(2, held(expected))])
+    assert_steps_are_the_same(engine, expected, 2)

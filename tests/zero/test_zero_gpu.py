@@ -6,11 +6,9 @@ cells follow fp32 AdamW on the same GPU, and resume as it does.
 """
 
 import pytest
-import test_zero_access as access
 import test_zero_layouts as layouts
 import test_zero_matrix as matrix
 import torch
-from nests import difference
 from zero_worker import config
 
 pytestmark = [
@@ -70,16 +68,6 @@ def test_gpu_layout_equals_plain_optimizer_on_the_cpu_in_uncut_blocks(stepped, n
 @pytest.mark.parametrize("name", layouts.WITHOUT_ZERO)
 def test_gpu_layout_without_zero_equals_plain_optimizer_on_the_cpu(stepped, name):
     layouts.assert_each_equals_reference([held[name] for held in stepped], name)
-
-
-@pytest.mark.parametrize("pin_memory", [False, True])
-@pytest.mark.parametrize("non_blocking", [False, True])
-def test_gpu_states_that_were_offloaded_and_reloaded_go_on_as_those_that_stayed(
-    standing_ranks, pin_memory, non_blocking
-):
-    options = {"pin_memory": pin_memory, "non_blocking": non_blocking}
-    for rank in standing_ranks(WORLD_SIZE, DEVICE).run(access.move_away_and_back, **options):
-        assert difference(rank["moved"], rank["stayed"]) == ""
 
 
 @pytest.mark.parametrize("name", CELLS)

@@ -8,7 +8,6 @@ do to them.
 
 import copy
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import deepspeed
@@ -16,7 +15,6 @@ import pytest
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import (
-    safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_set_full_fp32_param,
     safe_set_full_grad,
@@ -25,22 +23,12 @@ from deepspeed.utils import (
 )
 from log_lines import warned
 from nests import difference
+from params import layouts_to_run
 from torch import Tensor
-from zero_worker import (
-    Bag,
-    base_optimizer,
-    config,
-    held,
-    make_engine,
-    pair,
-    pattern,
-    take_step,
-    train,
-)
+from zero_worker import Bag, base_optimizer, config, held, pair, pattern, take_step, train
 
 from zero8.deepspeed import gradients
 from zero8.deepspeed.gradients import masters_of
-from zero8.deepspeed.step import CopyTarget
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BUFFERS = "param_buffer_of_bit16_for_cpu_offload_groups"
@@ -189,6 +177,28 @@ def write_between(engine):
         engine.step()
 
 
+def write_weights(engine):
+    """Write one master, and another: of shared memory through its weight."""
+    wide, conv = engine.module.wide, engine.module.conv
+    safe_set_full_fp32_param(wide, torch.full(wide.ds_shape, 0.25))
+    if is_shared(engine)[0]:
+        with deepspeed.zero.GatheredParameters([wide, conv], modifier_rank=0):
+            assert wide.eq(0.25).all()
+            conv.data.fill_(0.5)
+    else:
+        safe_set_full_fp32_param(conv, torch.full(conv.ds_shape, 0.5))
+    steps(engine)
+
+
+def copy_state_dict(engine):
+    """Copy ZeRO-3's state dict, whose master weights are the engine's own."""
+    steps(engine)
+    saved, masters = engine.optimizer.state_dict(), masters_of(engine.optimizer)
+    (alive, *_), (p, *_) = saved["fp32_flat_groups"], masters
+    assert alive.data_ptr() == p.data_ptr() and vars(alive) == vars(p)
+    assert difference(copy.deepcopy(saved)["fp32_flat_groups"], masters) == ""
+
+
 # --- The table -----------------------------------------------------------------------------------
 
 
@@ -204,17 +214,18 @@ class Case:
     dtype: torch.dtype | None = None
     shared: tuple = ()
     event: object = None
-    is_quick: bool = True
+    is_slow: bool = False
 
 
 def slow(*settings):
-    return Case(*settings, is_quick=False)
+    return Case(*settings, is_slow=True)
 
 
 ZERO2, ZERO3 = (config(stage, dtype={}) | CLIP for stage in (2, 3))
 UNCLIPPED = {"gradient_clipping": 0.0}
 NO_OFFLOAD = config(2, offload=None, dtype={}) | CLIP
 SHARED = config(3, **MASTERS) | CLIP
+OFFLOADED = config(3, **MASTERS, zero=SMALL | ON_CPU) | CLIP
 SPLIT = config(3, **MASTERS, zero=SMALL) | CLIP | GAS
 CORRECTED = {**MASTERS, "weight_correction_bits": 8}
 CASES = {
@@ -238,17 +249,15 @@ CASES = {
     "zero3, fp16": slow(config(3) | CLIP | HALF, FP16, (False, True)),
     "zero3, fp32 throughout": slow(config(3, zero=ON_CPU), FP32, (True, True)),
     "zero3, 24-bit masters": slow(config(3, **CORRECTED) | CLIP, BF16, (True, True)),
-    "zero3, bf16 masters, weights offloaded": slow(
-        config(3, **MASTERS, zero=SMALL | ON_CPU) | CLIP, BF16, (True, True)
-    ),
+    "zero3, bf16 masters, weights offloaded": slow(OFFLOADED, BF16, (True, True)),
     "zero3, bf16 masters, accumulated": slow(SPLIT, BF16, (True, False)),
     "zero2, idle": Case(ZERO2, event=AT_TIMES),
-    "zero2, no offload, idle": Case(NO_OFFLOAD, event=AT_TIMES, is_quick=False),
-    "zero2, fp16, idle": Case(config(2) | HALF, event=AFTER_OVERFLOW, is_quick=False),
-    "zero2, accumulated, idle": Case(ZERO2 | GAS, event=FIRST_UNUSED, is_quick=False),
+    "zero2, no offload, idle": Case(NO_OFFLOAD, event=AT_TIMES, is_slow=True),
+    "zero2, fp16, idle": Case(config(2) | HALF, event=AFTER_OVERFLOW, is_slow=True),
+    "zero2, accumulated, idle": Case(ZERO2 | GAS, event=FIRST_UNUSED, is_slow=True),
     "zero3, idle": Case(ZERO3, event=AT_TIMES),
     "zero3, fp16, idle": Case(config(3) | HALF | CLIP, event=AFTER_OVERFLOW),
-    "zero3, accumulated, idle last": Case(SHARED | GAS, event=LAST_UNUSED, is_quick=False),
+    "zero3, accumulated, idle last": Case(SHARED | GAS, event=LAST_UNUSED, is_slow=True),
     "zero3, accumulated, idle": Case(SHARED | GAS, event=FIRST_UNUSED),
     "zero2, full": Case(ZERO2, FP32, (), write(write_full)),
     "zero2, vectorized": Case(ZERO2, FP32, (), write(write_vectorized)),
@@ -263,9 +272,9 @@ CASES = {
     "zero3, moved": Case(SHARED, BF16, (False, True), move_weights),
     "zero3, more micro-batches": Case(SHARED, BF16, (True, False), accumulate),
     "zero3, between backwards": Case(SHARED, BF16, (True, False), write_between),
+    "zero3, weights written": Case(OFFLOADED, BF16, (True, True), write_weights),
+    "zero3, copied": Case(ZERO3, BF16, (False, True), copy_state_dict),
 }
-QUICK = [name for name, case in CASES.items() if case.is_quick]
-SLOW = [name for name, case in CASES.items() if not case.is_quick]
 
 
 # --- Running it ----------------------------------------------------------------------------------
@@ -360,26 +369,22 @@ def meet(names):
 
 
 @pytest.fixture(scope="module")
-def quick(standing_ranks):
-    return standing_ranks(2).run(meet, timeout_s=500, names=QUICK)
-
-
-@pytest.fixture(scope="module")
-def slow_ones(standing_ranks):
-    return standing_ranks(2).run(meet, timeout_s=500, names=SLOW)
+def ranks(request, standing_ranks):
+    names = layouts_to_run(request, CASES)
+    return standing_ranks(2).run(meet, timeout_s=500, names=names)
 
 
 @pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * case.is_slow) for n, case in CASES.items()]
 )
-def test_engine_without_passes_and_copies_holds_the_bits_of_one_with_them(request, name):
+def test_engine_without_passes_and_copies_holds_the_bits_of_one_with_them(ranks, name):
     case = CASES[name]
     is_offloaded = "offload_optimizer" in case.config["zero_optimization"]
     is_16_bit = bool({"bf16", "fp16"} & case.config.keys())
     # DeepSpeed makes the first copy, and the one after a write from outside.
     skipped = {0, WRITTEN} | ({2} if not {"NaN", "summed"} & set(name.split()) else set())
     copied = is_offloaded and is_16_bit and case.shared[:1] != (True,)
-    for rank in request.getfixturevalue("quick" if case.is_quick else "slow_ones"):
+    for rank in ranks:
         different, *found, (ours, theirs) = rank[name]
         assert different == ""
         assert found == [case.dtype, case.shared] or "idle" in name
@@ -387,77 +392,6 @@ def test_engine_without_passes_and_copies_holds_the_bits_of_one_with_them(reques
             is_scaled = case.config["gradient_clipping"] > 0 or "fp16" in case.config
             assert ours == (is_scaled, set(range(STEPS)) - skipped if copied else set())
             assert theirs == (False, set())
-
-
-def test_copy_target_skips_one_copy_of_the_weights_that_were_written():
-    weights, other = torch.ones(4), torch.full((4,), 2.0)
-    target = torch.zeros(4, dtype=BF16).as_subclass(CopyTarget)
-    target.written_from = weights.data_ptr()
-    target.data.copy_(weights.data)
-    assert target.tolist() == [0.0] * 4
-    target.data.copy_(weights.data)
-    assert target.tolist() == [1.0] * 4
-    target.written_from = weights.data_ptr()
-    target.data.copy_(other)  # also the last word on what was written
-    target.data.copy_(weights.data)
-    assert target.tolist() == [1.0] * 4
-
-
-# --- What only ours has --------------------------------------------------------------------------
-
-
-OFFLOADED = config(3, **MASTERS, zero=SMALL | ON_CPU) | CLIP
-
-
-def write_weights():
-    """Return weights after writes to their masters, and masters after a write to their weights."""
-    engine = make_engine(OFFLOADED, Bag())
-    wide, conv = engine.module.wide, engine.module.conv
-    safe_set_full_fp32_param(wide, torch.full(wide.ds_shape, 0.25))
-    with deepspeed.zero.GatheredParameters([conv], modifier_rank=0):
-        if engine.global_rank == 0:
-            conv.data.fill_(0.5)
-    with deepspeed.zero.GatheredParameters([wide]):
-        return wide.detach().clone(), safe_get_full_fp32_param(conv)
-
-
-def save_and_go_on(folder):
-    """Return what engines hold that go on from checkpoints of each kind, and the files' bytes."""
-    result, sizes = [], []
-    for kind, engine in zip(("shared", "copied"), pair(OFFLOADED), strict=True):
-        steps(engine)
-        engine.save_checkpoint(folder, tag=kind)
-        sizes.append(sum(path.stat().st_size for path in Path(folder, kind).glob("*optim*")))
-        steps(engine, 3)
-        result.append(held(engine))
-        for other in pair(OFFLOADED):
-            other.load_checkpoint(folder, tag=kind)
-            steps(other, 3)
-            result.append(held(other))
-    return [difference(result[0], other) for other in result[1:]], sizes
-
-
-def copy_state_dict():
-    """Return how ZeRO-3's masters in a copied state dict differ from its own."""
-    engine = make_engine(ZERO3, Bag())
-    steps(engine)
-    saved, masters = engine.optimizer.state_dict(), masters_of(engine.optimizer)
-    (alive, *_), (p, *_) = saved["fp32_flat_groups"], masters
-    assert alive.data_ptr() == p.data_ptr() and vars(alive) == vars(p)
-    return difference(copy.deepcopy(saved)["fp32_flat_groups"], masters)
-
-
-def do_the_rest(folder):
-    return write_weights(), save_and_go_on(folder), copy_state_dict()
-
-
-def test_shared_memory_is_written_saved_and_copied_as_two_copies_are(standing_ranks, tmp_path):
-    ranks = standing_ranks(2).run(do_the_rest, timeout_s=400, folder=tmp_path)
-    for (weights, masters), (differences, (shared_bytes, copied_bytes)), of_state_dict in ranks:
-        assert torch.equal(weights, torch.full_like(weights, 0.25))
-        assert torch.equal(masters, torch.full_like(masters, 0.5))
-        assert differences == [""] * 5 and of_state_dict == ""
-        assert shared_bytes <= 1.01 * copied_bytes
 
 
 def test_widen_keeps_values_that_arrive_tells_why_once_and_refreshes_views():
