@@ -10,7 +10,7 @@ import deepspeed
 import pytest
 import torch
 from nests import difference
-from params import layouts_to_run
+from params import each, layouts_to_run
 from zero_experts import EXPERT_LAYOUTS, expert_reference, step_experts
 from zero_shards import assert_equals_plain, put_together
 from zero_worker import Bag, config, held, make_engine, take_step
@@ -156,12 +156,6 @@ def step_everything(layouts, folder):
     return step_layouts(layouts), step_tiny(folder), step_experts(STEPS)
 
 
-def each(layouts):
-    """Run a test for each layout, `SLOW` ones as slow tests."""
-    marks = {name: [pytest.mark.slow] * (name in SLOW) for name in layouts}
-    return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in marks.items()])
-
-
 @pytest.fixture(scope="module")
 def two_ranks(request, standing_ranks, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("layouts"))
@@ -218,7 +212,7 @@ def assert_equals_reference(ranks, name, ds_config, cut_per_param):
     return made
 
 
-@each(LAYOUTS)
+@each(LAYOUTS, SLOW)
 def test_layout_on_two_ranks_equals_plain_optimizer_in_uncut_blocks(two_ranks, name):
     """Two ranks make one boundary within a flat group or a parameter: one cut block at most."""
     ranks = [layouts[name] for layouts, *_ in two_ranks]
@@ -257,7 +251,7 @@ def assert_each_equals_reference(ranks, name):
             assert difference(state, plain_state) == ""
 
 
-@each(WITHOUT_ZERO)
+@each(WITHOUT_ZERO, SLOW)
 def test_layout_without_zero_equals_plain_optimizer_on_each_rank(two_ranks, name):
     assert_each_equals_reference([layouts[name] for layouts, *_ in two_ranks], name)
 

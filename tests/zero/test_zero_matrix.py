@@ -8,6 +8,7 @@ The cells, and what is varied with each, are in `zero_matrix.CELLS`; to run one:
 import pytest
 import torch
 from nests import difference
+from params import each
 from zero_matrix import CELLS, RANKS, SAVED_AFTER, STEPS, run_cell
 
 # The other parameters have less than 4096 elements or less than two dimensions.
@@ -115,10 +116,7 @@ def check_destroyed(cell, ranks):
 CHECKS = (check_states, check_losses, check_skips, check_resume, check_schedule, check_odd)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (not cell.quick)) for n, cell in CELLS.items()],
-)
+@each(CELLS, [name for name, cell in CELLS.items() if not cell.quick])
 def test_cell_trains_skips_and_resumes_as_adamw(name, standing_ranks, tmp_path):
     ranks = standing_ranks(RANKS).run(run_cell, name=name, folder=str(tmp_path))
     for check in (*CHECKS, check_destroyed):

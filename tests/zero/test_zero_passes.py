@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import deepspeed
-import pytest
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import (
@@ -22,8 +21,9 @@ from deepspeed.utils import (
     safe_update_full_grad_vectorized,
 )
 from log_lines import warned
-from nests import difference
-from params import layouts_to_run
+from nests import assert_same
+from params import each
+from ranks import on_ranks
 from torch import Tensor
 from zero_worker import Bag, base_optimizer, config, held, pair, pattern, take_step, train
 
@@ -196,7 +196,7 @@ def copy_state_dict(engine):
     saved, masters = engine.optimizer.state_dict(), masters_of(engine.optimizer)
     (alive, *_), (p, *_) = saved["fp32_flat_groups"], masters
     assert alive.data_ptr() == p.data_ptr() and vars(alive) == vars(p)
-    assert difference(copy.deepcopy(saved)["fp32_flat_groups"], masters) == ""
+    assert_same(copy.deepcopy(saved)["fp32_flat_groups"], masters)
 
 
 # --- The table -----------------------------------------------------------------------------------
@@ -351,47 +351,29 @@ def train_and_write(engine, name, drops):
     return any(factor != 1.0 for factor in factors), asked
 
 
-def meet(names):
-    """Return, by case, how both kinds of engines differ, our gradients, and what was left out."""
-    result = {}
-    for name in names:
-        case = CASES[name]
-        # DeepSpeed fails to move the frozen weights of a Bag.
-        model = {move_weights: lambda: None}.get(case.event, Idle if "idle" in name else Bag)
-        engines = pair(case.config, model)
-        if case.event:
-            facts = [case.event(engine) for engine in engines]
-        else:
-            facts = [train_and_write(engine, name, drops) for drops, engine in enumerate(engines)]
-        ours = engines[0]
-        result[name] = difference(*map(held, engines)), dtype_of(ours), is_shared(ours), facts
-    return result
-
-
-@pytest.fixture(scope="module")
-def ranks(request, standing_ranks):
-    names = layouts_to_run(request, CASES)
-    return standing_ranks(2).run(meet, timeout_s=500, names=names)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * case.is_slow) for n, case in CASES.items()]
-)
-def test_engine_without_passes_and_copies_holds_the_bits_of_one_with_them(ranks, name):
+@each(CASES, [name for name, case in CASES.items() if case.is_slow])
+@on_ranks(2)
+def test_engine_without_passes_and_copies_holds_the_bits_of_one_with_them(name):
     case = CASES[name]
-    is_offloaded = "offload_optimizer" in case.config["zero_optimization"]
-    is_16_bit = bool({"bf16", "fp16"} & case.config.keys())
-    # DeepSpeed makes the first copy, and the one after a write from outside.
-    skipped = {0, WRITTEN} | ({2} if not {"NaN", "summed"} & set(name.split()) else set())
-    copied = is_offloaded and is_16_bit and case.shared[:1] != (True,)
-    for rank in ranks:
-        different, *found, (ours, theirs) = rank[name]
-        assert different == ""
-        assert found == [case.dtype, case.shared] or "idle" in name
-        if not case.event:
-            is_scaled = case.config["gradient_clipping"] > 0 or "fp16" in case.config
-            assert ours == (is_scaled, set(range(STEPS)) - skipped if copied else set())
-            assert theirs == (False, set())
+    # DeepSpeed fails to move the frozen weights of a Bag.
+    model = {move_weights: lambda: None}.get(case.event, Idle if "idle" in name else Bag)
+    engines = ours, theirs = pair(case.config, model)
+    if case.event:
+        for engine in engines:
+            case.event(engine)
+    else:
+        is_offloaded = "offload_optimizer" in case.config["zero_optimization"]
+        is_16_bit = bool({"bf16", "fp16"} & case.config.keys())
+        # DeepSpeed makes the first copy, and the one after a write from outside.
+        skipped = {0, WRITTEN} | ({2} if not {"NaN", "summed"} & set(name.split()) else set())
+        copied = is_offloaded and is_16_bit and case.shared[:1] != (True,)
+        is_scaled = case.config["gradient_clipping"] > 0 or "fp16" in case.config
+        expected = is_scaled, set(range(STEPS)) - skipped if copied else set()
+        assert train_and_write(ours, name, drops=False) == expected
+        assert train_and_write(theirs, name, drops=True) == (False, set())
+    assert_same(*map(held, engines))
+    if "idle" not in name:
+        assert (dtype_of(ours), is_shared(ours)) == (case.dtype, case.shared)
 
 
 def test_widen_keeps_values_that_arrive_tells_why_once_and_refreshes_views():

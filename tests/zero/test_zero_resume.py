@@ -11,7 +11,9 @@ import torch
 from muon_in_zero import LAYOUTS as OF_MUON
 from muon_in_zero import MUON
 from muon_worker import Known
-from nests import difference
+from nests import assert_same
+from params import each
+from ranks import on_ranks
 from torch import nn
 from zero_worker import (
     Model,
@@ -77,13 +79,9 @@ SLOW = {
 CASES = QUICK | SLOW
 
 
-def report_of(engine):
-    rows = base_optimizer(engine).memory_report().rows
-    return {row.name: (row.bits, row.reason, row.numel) for row in rows}
-
-
-def run_through_and_resumed(name, folder):
-    """Return what both runs held, their reports, and the entries of the states."""
+@each(CASES, SLOW)
+@on_ranks(2)
+def test_zero_algorithm_resumes_with_the_same_bits(name, tmp_path):
     (ds_config, model), engines = CASES[name], []
 
     def make():
@@ -96,64 +94,45 @@ def run_through_and_resumed(name, folder):
         inputs = [(step,) if model is Known else batch(step) for step in numbers]
         return [take_step(engine, *one) for one in inputs]
 
-    runs = through_and_resumed(make, steps, folder, "saved")
-    entries = [set(state) for state in base_optimizer(engines[-1]).state.values() if state]
-    return runs, [report_of(engine) for engine in engines], entries
-
-
-@pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-)
-def test_zero_algorithm_resumes_with_the_same_bits(name, standing_ranks, tmp_path):
-    ds_config, model = CASES[name]
-    ranks = standing_ranks(2).run(run_through_and_resumed, name=name, folder=str(tmp_path))
-    algorithm = getattr(zero8, ds_config["optimizer"]["type"]).algorithm
-    for (through, resumed), (report, resumed_report), all_entries in ranks:
-        assert difference(through, resumed) == "" and report == resumed_report
-        assert len(set(through["losses"])) == STEPS and all_entries
-        for entries in all_entries if model is not Known else ():
-            found = {entry.removesuffix("_q8").removesuffix("_scale") for entry in entries}
-            known = {"step", "format", *(one.name for one in algorithm.memory)}
-            assert found - known == set(algorithm.moment_names)
+    through, resumed = through_and_resumed(make, steps, tmp_path)
+    assert_same(through, resumed)
+    assert_same(*map(report_of, engines))
+    assert len(set(through["losses"])) == STEPS
     if model is Tied:
-        replicas = 2 if "no zero" in name else 1
-        assert_float32_embedding([report for _, (report, _), _ in ranks], replicas)
+        assert_float32_embedding(engines[0], replicas=2 if "no zero" in name else 1)
 
 
-# --- A StableEmbedding, whose moments are float32 ------------------------------------------------
+def report_of(engine):
+    rows = base_optimizer(engine).memory_report().rows
+    return [(row.name, row.bits, row.reason, row.numel) for row in rows]
 
 
-def assert_float32_embedding(reports, replicas):
-    rows = [row for report in reports for row in report.values()]
-    stable = [(bits, numel) for bits, why, numel in rows if why == "in a StableEmbedding"]
+def assert_float32_embedding(engine, replicas=1):
+    """Check that the moments of a StableEmbedding are float32, and those of its net 8-bit."""
+    reports = [None, None]
+    torch.distributed.all_gather_object(reports, report_of(engine))
+    rows = [row for report in reports for row in report]
+    stable = [(bits, numel) for _, bits, why, numel in rows if why == "in a StableEmbedding"]
     assert {bits for bits, _ in stable} == {32}
     assert sum(numel for _, numel in stable) == replicas * EMBEDDING[0] * EMBEDDING[1]
-    assert {report["inner.weight"][0] for report in reports if "inner.weight" in report} <= {8}
+    assert {bits for name, bits, *_ in rows if name == "inner.weight"} <= {8}
 
 
-def other_ways():
-    """Return reports of engines that get their optimizer, or their model, in another way."""
-    ds_config = config() | {"zero_force_ds_cpu_optimizer": False}
-    del ds_config["optimizer"]
+@pytest.mark.parametrize("way", ["client", "callable", "zero.Init"])
+@on_ranks(2)
+def test_zero_stable_embedding_has_float32_moments_however_the_engine_is_made(way):
+    ds_config, optimizer = config() | {"zero_force_ds_cpu_optimizer": False}, None
     model = Tied()
-    client = zero8.Adam8bitBlockwise(model.parameters(), weight_decay=0.0)
-    with deepspeed.zero.Init(config_dict_or_path=config(3, dtype={})):
-        cut = Tied()
-    engines = {
-        "client": make_engine(ds_config, model, optimizer=client),
-        "callable": make_engine(
-            ds_config, Tied(), optimizer=lambda groups: zero8.Adam8bitBlockwise(groups)
-        ),
-        "zero.Init": make_engine(config(3, dtype={}), cut),
-    }
-    for engine in engines.values():
-        train(engine, 1)
-    return {name: report_of(engine) for name, engine in engines.items()}
-
-
-def test_zero_stable_embedding_has_float32_moments_however_the_engine_is_made(standing_ranks):
-    ranks = standing_ranks(2).run(other_ways)
-    for name in ranks[0]:
-        # Without names a row has its shape.
-        reports = [{f"{k}": row for k, row in rank[name].items()} for rank in ranks]
-        assert_float32_embedding(reports, replicas=1)
+    if way == "zero.Init":
+        ds_config = config(3, dtype={})
+        with deepspeed.zero.Init(config_dict_or_path=ds_config):
+            model = Tied()
+    elif way == "callable":
+        optimizer = zero8.Adam8bitBlockwise
+    else:
+        optimizer = zero8.Adam8bitBlockwise(model.parameters(), weight_decay=0.0)
+    if optimizer is not None:
+        del ds_config["optimizer"]
+    engine = make_engine(ds_config, model, optimizer=optimizer)
+    train(engine, 1)
+    assert_float32_embedding(engine)
