@@ -42,7 +42,10 @@ def results(engine) -> dict[str, dict]:
     found = {}
     for name, p in engine.module.named_parameters():
         keys = ("momentum_buffer",) if name in MATRICES else ("exp_avg", "exp_avg_sq")
-        moments = [safe_get_full_optimizer_state(p, key) for key in keys]
+        if engine.zero_optimization_stage() == 0:  # DeepSpeed does not look for states
+            moments = [one.read(0, p.numel()) for one in engine.optimizer.moments(p)]
+        else:
+            moments = [safe_get_full_optimizer_state(p, key) for key in keys]
         with deepspeed.zero.GatheredParameters([p] if hasattr(p, "ds_id") else []):
             values = p.detach().clone()
         found[name] = {"values": values, "moments": [one.view(SHAPES[name]) for one in moments]}

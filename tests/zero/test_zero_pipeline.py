@@ -2,16 +2,18 @@
 """Weights that are tied across the stages of a pipeline: all copies take the same steps."""
 
 import deepspeed
-import pytest
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import groups
 from muon_in_zero import MUON
-from nests import difference
+from nests import assert_same
+from params import each
+from ranks import on_ranks
 from torch.nn import Linear
 from zero_worker import base_optimizer, config, make_engine, through_and_resumed
 
 from zero8 import Adam8bitBlockwise
+from zero8.environment.agree import gathered
 
 NAME = "tied_modules.tied.weight"
 TIED, DOWN, UP = TiedLayerSpec("tied", Linear, 96, 96), (Linear, 96, 64), (Linear, 64, 96)
@@ -28,7 +30,6 @@ LAYOUTS = {
     "bf16 masters, client": config(stage=1, dtype=BF16_MASTERS),
     "bf16 masters, corrected": config(stage=1, dtype=BF16_MASTERS, weight_correction_bits=8),
 }
-QUICK = ("zero1 offload",)
 STEPS = 3
 
 
@@ -42,12 +43,15 @@ def engine_of(name, layers=ACROSS):
         partition_method="uniform",
         activation_checkpoint_interval=0,
     )
-    made = LAYOUTS[name] | {"gradient_accumulation_steps": 2}
-    if not name.endswith("client"):
-        return make_engine(made, model)
-    del made["optimizer"]  # of an optimizer that is not told the names
-    optimizer = Adam8bitBlockwise(model.parameters(), lr=1e-2, weight_decay=0.0)
-    return make_engine(made | {"zero_force_ds_cpu_optimizer": False}, model, optimizer=optimizer)
+    made, optimizer = LAYOUTS[name] | {"gradient_accumulation_steps": 2}, None
+    if name.endswith("client"):  # of an optimizer that is not told the names
+        del made["optimizer"]
+        made["zero_force_ds_cpu_optimizer"] = False
+        optimizer = Adam8bitBlockwise(model.parameters(), lr=1e-2, weight_decay=0.0)
+    try:
+        return make_engine(made, model, optimizer=optimizer)
+    finally:
+        groups.mpu = None  # DeepSpeed does not forget it
 
 
 def train(engine, is_on=False):
@@ -64,48 +68,29 @@ def report(engine):
     return {row.name: (row.bits, row.reason) for row in rows}
 
 
-def trained_and_resumed(name, folder):
-    """Return the tied weight, the report, and how a resumed run differs from one run."""
+@each(LAYOUTS, [name for name in LAYOUTS if name != "zero1 offload"])
+@on_ranks(4)
+def test_zero_weights_tied_across_pipeline_stages_stay_equal_and_resume_with_the_same_bits(
+    name, tmp_path
+):
     engines = []
 
     def make():
         engines.append(engine_of(name))
         return engines[-1]
 
-    through, resumed = through_and_resumed(make, train, folder)
-    return through["parameters"][NAME], report(engines[0]), difference(through, resumed)
+    through, resumed = through_and_resumed(make, train, tmp_path)
+    assert_same(through, resumed)
+    found = gathered((through["parameters"][NAME], report(engines[0])))
+    for weight, rows in found:
+        assert_same(weight, found[0][0])
+        assert rows.get(NAME) in (None, (32, "tied across pipeline stages"))
+    assert any(NAME in rows for _, rows in found)
 
 
-def within_one_stage():
+@on_ranks(4)
+def test_zero_weight_tied_within_a_pipeline_stage_has_one_state():
     engine = engine_of("zero1 offload", WITHIN)
     train(engine)
-    return report(engine)
-
-
-def outcomes(names, folder):
-    try:
-        found = {
-            name: trained_and_resumed(name, f"{folder}/{number}")
-            for number, name in enumerate(names)
-        }
-        return found, within_one_stage()
-    finally:
-        groups.mpu = None  # DeepSpeed does not forget it
-
-
-@pytest.mark.parametrize(
-    "names", [QUICK, pytest.param(tuple(LAYOUTS), marks=pytest.mark.slow)], ids=["quick", "all"]
-)
-def test_zero_weights_tied_across_pipeline_stages_stay_equal_and_resume_with_the_same_bits(
-    names, standing_ranks, tmp_path
-):
-    ranks = standing_ranks(4).run(outcomes, names=names, folder=str(tmp_path), timeout_s=300)
-    for name in names:
-        of_ranks = [found[name] for found, _ in ranks]
-        weight = of_ranks[0][0]
-        assert all(torch.equal(weight, other) for other, _, _ in of_ranks), name
-        rows = [rows[NAME] for _, rows, _ in of_ranks if NAME in rows]
-        assert set(rows) == {(32, "tied across pipeline stages")}, name
-        assert [different for _, _, different in of_ranks] == [""] * 4, name
-    rows = [rows[NAME] for _, rows in ranks if NAME in rows]
-    assert {bits for bits, _ in rows} == {8}  # one weight, with one state
+    rows = [rows[NAME] for rows in gathered(report(engine)) if NAME in rows]
+    assert {bits for bits, _ in rows} == {8}
