@@ -361,6 +361,7 @@ def _server(imports: str) -> RankServer:
 def fork_ranks(descriptor: int, imports: str) -> None:
     """Do the jobs of a socket until it is closed; return in no fork before `serve` does."""
     importlib.import_module(imports)
+    gc.freeze()  # DeepSpeed's collections, and ours, then look at what came later only
     with socket.socket(fileno=descriptor) as jobs:
         while True:
             size, descriptors, *_ = socket.recv_fds(jobs, 8, 2)
