@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How zero8 fits into DeepSpeed: what is changed, for whom, and what is refused."""
 
-import warnings
-
 import deepspeed
 import pytest
 import torch
 from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
 from deepspeed.runtime.zero import utils
-from nests import difference
-from ranks import error_of, run_ranks
+from nests import assert_same
+from ranks import on_ranks, run_ranks
 from zero_worker import Bag, base_optimizer, config, held, make_engine, take_step
 
 import zero8
@@ -61,61 +59,46 @@ REFUSED = {
 }
 
 
-def adamw():
-    """Train torch's AdamW in DeepSpeed for two steps."""
-    engine = make_engine(config(optimizer="AdamW", torch_adam=True), Bag())
-    losses = [take_step(engine, step) for step in range(2)]
-    return {"losses": losses, **held(engine)}
-
-
-def try_everything(refused):
-    """Return what engines do before and after zero8 has been fitted in."""
-    result = {"fitted at first": zero8.Adam8bitBlockwise in utils.ZERO_SUPPORTED_OPTIMIZERS}
-    result["adamw before"] = adamw()
-    result["errors"] = {
-        name: error_of(make_engine, ds_config, Bag()) for name, ds_config in refused.items()
-    }
-    for _ in range(2):
-        engine = make_engine(config(), Bag())
-        take_step(engine, 0)
-    for stage in (2, 3):
-        optimizer = base_optimizer(make_engine(config(stage=stage), Bag()))
-        new = {"params": [torch.nn.Parameter(torch.ones(64, 64))]}
-        groups = len(optimizer.param_groups)
-        result[f"joins stage {stage}"] = error_of(optimizer.add_param_group, new)
-        assert len(optimizer.param_groups) == groups
-    result["fitted"] = utils.ZERO_SUPPORTED_OPTIMIZERS.count(zero8.Adam8bitBlockwise)
-    result["adamw after"] = adamw()
-    result["adamw bf16 masters"] = error_of(
-        make_engine, config(optimizer="AdamW", torch_adam=True, dtype=BF16_MASTERS), Bag()
-    )
-    result["ours bf16 masters"] = error_of(make_engine, config(dtype=BF16_MASTERS), Bag())
-    return result
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    refused = {name: ds_config for name, (ds_config, _) in REFUSED.items()}
-    return run_ranks(try_everything, 1, tmp_path_factory.mktemp("seams"), refused=refused)[0]
-
-
 @pytest.mark.parametrize("name", REFUSED)
-def test_initialize_with_what_cannot_work_is_refused_with_reason_and_remedy(run, name):
-    kind, message = run["errors"][name]
-    assert kind == "ValueError"
-    for part in REFUSED[name][1]:
-        assert part in message
+@on_ranks(1)
+def test_initialize_with_what_cannot_work_is_refused_with_reason_and_remedy(name):
+    ds_config, parts = REFUSED[name]
+    with pytest.raises(ValueError) as caught:
+        make_engine(ds_config, Bag())
+    assert all(part in str(caught.value) for part in parts), caught.value
 
 
-def test_initialize_fits_zero8_in_once_and_for_our_optimizers_only(run):
-    assert (run["fitted at first"], run["fitted"]) == (False, 1)
-    assert difference(run["adamw before"], run["adamw after"]) == ""
-    kind, message = run["adamw bf16 masters"]
-    assert kind == "AssertionError" and "DeepSpeedCPUAdam" in message
-    assert run["ours bf16 masters"] is None
-    for stage in (2, 3):
-        kind, message = run[f"joins stage {stage}"]
-        assert kind == "ValueError" and "pass all groups there" in message
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(1)
+def test_group_that_joins_later_is_refused_and_not_added(stage):
+    optimizer = base_optimizer(make_engine(config(stage=stage), Bag()))
+    groups = len(optimizer.param_groups)
+    with pytest.raises(ValueError, match="pass all groups there"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(64, 64))]})
+    assert len(optimizer.param_groups) == groups
+
+
+def engines_of_both():
+    """Return what torch's AdamW holds before and after zero8 has been fitted in, which is once."""
+
+    def adamw():
+        engine = make_engine(config(optimizer="AdamW", torch_adam=True), Bag())
+        return {"losses": [take_step(engine, step) for step in range(2)], **held(engine)}
+
+    assert zero8.Adam8bitBlockwise not in utils.ZERO_SUPPORTED_OPTIMIZERS
+    before = adamw()
+    for _ in range(2):
+        take_step(make_engine(config(dtype=BF16_MASTERS), Bag()), 0)
+    assert utils.ZERO_SUPPORTED_OPTIMIZERS.count(zero8.Adam8bitBlockwise) == 1
+    with pytest.raises(AssertionError, match="DeepSpeedCPUAdam"):
+        make_engine(config(optimizer="AdamW", torch_adam=True, dtype=BF16_MASTERS), Bag())
+    return before, adamw()
+
+
+def test_initialize_fits_zero8_in_once_and_for_our_optimizers_only(tmp_path):
+    """In a process of its own, which has made no engine before."""
+    ((before, after),) = run_ranks(engines_of_both, 1, tmp_path)
+    assert_same(after, before)
 
 
 # --- Seams, on a stand-in for DeepSpeed ----------------------------------------------------------
@@ -202,15 +185,12 @@ LOWEST, BEYOND = TESTED["deepspeed"]
 @pytest.mark.parametrize(
     ("installed", "warned"), [("0.1", 1), (LOWEST, 0), (f"{LOWEST}+cpu", 0), (BEYOND, 1)]
 )
-def test_install_into_an_untested_version_warns_once(fresh, monkeypatch, installed, warned):
+def test_untested_version_of_deepspeed_warns_once(monkeypatch, recwarn, installed, warned):
     monkeypatch.setattr(versions, "version", lambda name: installed)
-    monkeypatch.setattr(seams, "SEAMS", [])
     versions.warn_if_untested.cache_clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for optimizer_class in (Ours, Ours, type("Another", (), {})):
-            seams.fit(optimizer_class)
+    for _ in range(2):
+        versions.warn_if_untested("deepspeed")
     versions.warn_if_untested.cache_clear()
-    assert len(caught) == warned
-    for warning in caught:
+    assert len(recwarn) == warned
+    for warning in recwarn:
         assert all(known in str(warning.message) for known in (installed, LOWEST, BEYOND))
