@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face's Trainer and Accelerate without DeepSpeed, in one process."""
+"""Hugging Face's Trainer without DeepSpeed, in one process."""
 
 import hf_models
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 
 import zero8
 from zero8.integrations import hf
@@ -100,37 +98,6 @@ def test_trainer_goes_on_in_8_bits_from_a_checkpoint_of_adamw(tmp_path):
     assert state["step"] == 6
     assert distance(ours, fp32) < 0.05
     assert distance(trained(tmp_path / "fresh", stop_after=3), fp32) > 0.05
-
-
-def accelerated():
-    AcceleratorState._reset_state(True)
-    accelerator, model = Accelerator(cpu=True), hf_models.small_llama()
-    groups = hf.named_groups(model, 0.1)
-    optimizer = zero8.Adam8bitBlockwise(groups, lr=1e-2, fp32_params=["lm_head*"])
-    return accelerator, *accelerator.prepare(model, optimizer)
-
-
-def take_steps(accelerator, model, optimizer, seeds):
-    for seed in seeds:
-        batch = hf_models.tokens(seed)
-        accelerator.backward(model(input_ids=batch, labels=batch).loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
-
-
-def test_accelerate_saves_and_loads_the_state_with_the_bits_of_a_run_that_was_not_cut_off(tmp_path):
-    accelerator, model, optimizer = accelerated()
-    take_steps(accelerator, model, optimizer, range(3))
-    accelerator.save_state(str(tmp_path))
-    take_steps(accelerator, model, optimizer, range(3, 6))
-    again, other, theirs = accelerated()
-    again.load_state(str(tmp_path))
-    assert hf_models.same_weights(model, take_steps(again, other, theirs, range(3, 6)))
-    rows = {row.name: row.bits for row in theirs.optimizer.memory_report().rows}
-    assert (rows["lm_head.weight"], rows["model.embed_tokens.weight"]) == (32, 8)
-    assert zero8.export(theirs)["state"]
 
 
 def one_matrix():

@@ -5,13 +5,12 @@ import gc
 import itertools
 import operator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
 from needs import need_nvme
-from nests import difference
+from nests import assert_same
 from nvme_worker import (
     BF16_MASTERS,
     SUB_GROUPS,
@@ -52,7 +51,7 @@ PRECISIONS = {
 }
 LEFT_OUT = [("bf16, Lion", True), ("bf16, SGD", False), ("bf16, AdEMAMix", False)]
 CELLS = [
-    pytest.param((precision, pipelined), id=f"{precision}{', pipelined' if pipelined else ''}")
+    pytest.param(precision, pipelined, id=f"{precision}{', pipelined' if pipelined else ''}")
     for precision in PRECISIONS
     for pipelined in (False, True)
     if (precision, pipelined) not in LEFT_OUT
@@ -63,7 +62,7 @@ CHANGED_LR, CHANGED_SCALE = 4e-3, 0.5
 
 def train_and_save(folder, pipelined, options):
     """Train, save half way with another learning rate, train on; the same without a disk."""
-    result = {}
+    found = {}
     for name, where in (("nvme", f"{folder}/swap"), ("cpu", None)):
         engine = make_tower(nvme_config(where, pipelined=pipelined, **options))
         losses = train(engine, BEFORE)
@@ -72,26 +71,48 @@ def train_and_save(folder, pipelined, options):
         engine.optimizer.loss_scaler.cur_scale = CHANGED_SCALE
         if where is not None:
             engine.save_checkpoint(f"{folder}/checkpoints", tag="half")
-            result |= places_of(engine)
-            files = Path(folder, "checkpoints", "half").glob("*_optim_states.pt")
-            result["zero files"] = [path.stat().st_size for path in files]
+            places = places_of(engine)
         losses += train(engine, AFTER, first=BEFORE)
         rows = base_optimizer(engine).memory_report().to_dicts()
-        rows = sorted(rows, key=lambda row: row["name"])
-        result[name] = {"losses": losses, "report": rows, **held_everywhere(engine)}
-    report(result)
+        found[name] = {"losses": losses, **held_everywhere(engine)}, sorted(map(str, rows))
+    assert_same(found["nvme"], found["cpu"])
+    held, rows = found["nvme"]
+    assert_moved(held)
+    assert len(rows) == len(list(Tower().named_parameters()))
+    assert_in_files_only(held["states"][:SWAPPED], **places)
+    report(held)
     for step in itertools.count():  # killed somewhere in here
         train(engine, 1, first=step)
+
+
+def assert_moved(held):
+    """Check that what has been compared is complete, and is not what it was."""
+    assert len(set(held["losses"])) == BEFORE + AFTER
+    assert [state["step"] for state in held["states"]] == [BEFORE + AFTER] * SUB_GROUPS
+    for codes, scales, _ in (m for state in held["states"][:SWAPPED] for m in moments_in(state)):
+        assert codes.dtype == torch.uint8 and codes.unique().numel() > 100
+        assert scales.dtype == torch.float32 and scales.abs().max() > 0
+
+
+def assert_in_files_only(states, in_memory, large, files):
+    """Check that files have a quarter of float32's bytes, and 1 byte per weight correction."""
+    numels = [sum(piece.numel for piece in state["pieces"]) for state in states]
+    counts = [len(moments_in(state)) for state in states]  # AdamW has one more than Muon
+    corrected = "param_correction" in states[0]
+    expected = sum(map(operator.mul, counts, numels)) + corrected * sum(numels)
+    assert (in_memory, large) == (SUB_GROUPS - SWAPPED, [])
+    assert len(files) == SWAPPED
+    assert expected <= sum(files) <= 1.05 * expected
 
 
 def load_and_train(folder, pipelined, options):
     """Load in fresh processes and train on, over files that an earlier run left."""
     engine = make_tower(nvme_config(f"{folder}/swap", pipelined=pipelined, **options))
     engine.load_checkpoint(f"{folder}/checkpoints", tag="half")
-    rates = {group["lr"] for group in base_optimizer(engine).param_groups}
-    result = {"rates": rates, "scale": engine.optimizer.loss_scaler.cur_scale}
+    assert {group["lr"] for group in base_optimizer(engine).param_groups} == {CHANGED_LR}
+    assert engine.optimizer.loss_scaler.cur_scale == CHANGED_SCALE
     losses = train(engine, AFTER, first=BEFORE)
-    return result | {"losses": losses, **held_everywhere(engine)}
+    return {"losses": losses, **held_everywhere(engine)}
 
 
 def train_and_write(folder):
@@ -108,7 +129,8 @@ def train_and_write(folder):
             drop_corrections(engine)
         train(engine, 1, first=BEFORE)
         held.append(held_everywhere(engine))
-    return held
+    assert_same(*held)
+    assert not any(p.isnan().any() for p in held[0]["parameters"].values())
 
 
 def drop_corrections(engine):
@@ -134,68 +156,31 @@ def places_of(engine):
     tensors = [x for x in tensors if x.device.type == "cpu"]  # those on meta describe files
     files = Path(swapper_of(engine).swap_folder).glob("zero8-*")
     return {
-        "in memory": len(base_optimizer(engine).state),
-        "uint8": [n for x in tensors if (n := x.untyped_storage().nbytes()) > 2**18],
+        "in_memory": len(base_optimizer(engine).state),
+        "large": [n for x in tensors if (n := x.untyped_storage().nbytes()) > 2**18],
         "files": [path.stat().st_size for path in files],
     }
 
 
-@pytest.fixture(scope="module", params=CELLS)
-def cell(request, tmp_path_factory):
-    """In fresh processes: a checkpoint of swapped states loads in no others."""
+@pytest.mark.parametrize(("precision", "pipelined"), CELLS)
+def test_zero3_nvme_training_equals_cpu_offload_and_resumes_in_fresh_processes(
+    precision, pipelined, tmp_path
+):
+    """The tail, which is too small to be swapped, included: bit for bit.
+
+    In fresh processes, as a checkpoint of swapped states loads in no others.
+    """
     need_nvme()
-    precision, pipelined = request.param
-    folder = tmp_path_factory.mktemp("nvme")
-    kwargs = {"folder": str(folder), "pipelined": pipelined, "options": PRECISIONS[precision]}
-    through = run_ranks(train_and_save, 2, folder, timeout_s=600, kill=True, **kwargs)
-    resumed = run_ranks(load_and_train, 2, folder, timeout_s=600, **kwargs)
-    return SimpleNamespace(ranks=list(zip(through, resumed, strict=True)), pipelined=pipelined)
-
-
-def test_zero3_nvme_training_equals_cpu_offload_bit_for_bit(cell):
-    names = sorted(name for name, _ in Tower().named_parameters())
-    for through, _ in cell.ranks:
-        assert difference(through["nvme"], through["cpu"]) == ""
-        # What has been compared is complete, and has moved.
-        assert [row["name"] for row in through["nvme"]["report"]] == names
-        assert len(set(through["nvme"]["losses"])) == BEFORE + AFTER
-        states = through["nvme"]["states"]
-        assert [state["step"] for state in states] == [BEFORE + AFTER] * SUB_GROUPS
-        for codes, scales, _ in (m for state in states[:SWAPPED] for m in moments_in(state)):
-            assert codes.dtype == torch.uint8 and codes.unique().numel() > 100
-            assert scales.dtype == torch.float32 and scales.abs().max() > 0
+    kwargs = {"folder": str(tmp_path), "pipelined": pipelined, "options": PRECISIONS[precision]}
+    through = run_ranks(train_and_save, 2, tmp_path, timeout_s=600, kill=True, **kwargs)
+    # Less than one matrix of weights, in two bytes each, beside the files.
+    sizes = [path.stat().st_size for path in tmp_path.glob("checkpoints/half/*_optim_states.pt")]
+    assert len(sizes) == 2 and max(sizes) < 2 * swapped_elements() / SWAPPED
+    resumed = run_ranks(load_and_train, 2, tmp_path, timeout_s=600, **kwargs)
+    for expected, got in zip(through, resumed, strict=True):
+        assert_same(got, expected | {"losses": expected["losses"][BEFORE:]})
 
 
 def test_zero3_nvme_weights_that_a_script_writes_count_as_they_are(tmp_path):
     need_nvme()
-    for got, expected in run_ranks(train_and_write, 2, tmp_path, timeout_s=600, folder=tmp_path):
-        assert difference(got, expected) == ""
-        assert not any(p.isnan().any() for p in got["parameters"].values())
-
-
-def test_zero3_nvme_resume_in_fresh_processes_is_bit_identical(cell):
-    """The tail, which is too small to be swapped, included."""
-    for through, resumed in cell.ranks:
-        expected = through["nvme"] | {"losses": through["nvme"]["losses"][BEFORE:]}
-        del expected["report"]
-        got = {key: resumed[key] for key in expected}
-        assert difference(expected, got) == ""
-        assert (resumed["rates"], resumed["scale"]) == ({CHANGED_LR}, CHANGED_SCALE)
-
-
-def test_zero3_nvme_swapped_out_states_are_in_their_files_only(cell):
-    """In a quarter of float32's bytes, and 1 byte per weight correction.
-
-    A checkpoint has less than one matrix of weights, in two bytes each, beside the files.
-    """
-    for through, _ in cell.ranks:
-        assert len(through["zero files"]) == 2
-        assert max(through["zero files"]) < 2 * swapped_elements() / SWAPPED
-        assert (through["in memory"], through["uint8"]) == (SUB_GROUPS - SWAPPED, [])
-        states = through["nvme"]["states"][:SWAPPED]
-        numels = [sum(piece.numel for piece in state["pieces"]) for state in states]
-        counts = [len(moments_in(state)) for state in states]  # AdamW has one more than Muon
-        corrected = "param_correction" in states[0]
-        expected = sum(map(operator.mul, counts, numels)) + corrected * sum(numels)
-        assert len(through["files"]) == SWAPPED
-        assert expected <= sum(through["files"]) <= 1.05 * expected
+    run_ranks(train_and_write, 2, tmp_path, timeout_s=600, folder=tmp_path)

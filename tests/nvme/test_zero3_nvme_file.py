@@ -2,6 +2,9 @@
 """The file of a swapped state, and what guards its way to the disk; no ranks, no disk bypass."""
 
 import errno
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from zero_worker import plain
 
 from zero8.deepspeed import swap_file
 from zero8.deepspeed.moment_tensor import HEADER
+from zero8.deepspeed.swapper import SwapsStates
 from zero8.spec.adam import ADAM
 from zero8.spec.algorithms import ALGORITHMS
 from zero8.spec.codec import CODECS
@@ -149,3 +153,58 @@ def test_zero3_nvme_disk_without_room_is_an_error_that_names_the_file(path, way)
         ways[way]()
     assert caught.value.filename == path
     assert caught.value.errno == errno.EFBIG
+
+
+# --- Who may keep files in a folder: one process -------------------------------------------------
+
+TAKE = "import sys; from zero8.deepspeed import swap_file; swap_file.lock(sys.argv[1])"
+TAKE_AND_WAIT = f"{TAKE}; print('taken', flush=True); sys.stdin.read()"
+
+
+@pytest.mark.timeout(120)
+def test_folder_is_refused_while_another_process_has_it_and_free_when_that_is_killed(
+    forks, tmp_path
+):
+    command = [sys.executable, "-c", TAKE_AND_WAIT, tmp_path]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as first:
+        try:
+            assert first.stdout.readline() == "taken\n"
+            with pytest.raises(OSError, match=f"in use: process {first.pid} on .*nvme_path") as met:
+                swap_file.lock(str(tmp_path))
+            assert met.value.filename == str(tmp_path)
+        finally:
+            first.kill()
+    for own in (f"{tmp_path}", f"{tmp_path.parent}/./{tmp_path.name}"):  # its own, again
+        swap_file.lock(own)
+    assert f"in use: process {os.getpid()} on " in forks.run(TAKE, str(tmp_path)).stderr
+    assert list(tmp_path.iterdir()) == []  # DeepSpeed copies all that is in it
+
+
+# --- Gradients that are cut for the disk ---------------------------------------------------------
+
+
+class Swapper(SwapsStates):
+    """What cutting looks at, without a disk."""
+
+    numel_alignment, min_aio_bytes, swap_element_size = 128, 4096, 4
+
+    def __init__(self):
+        pass
+
+
+def test_gradients_cut_for_the_disk_keep_no_memory_but_their_own():
+    """DeepSpeed holds what is too small for a file until the step; on a GPU gradients are freed."""
+    grads = [torch.randn(numel) for numel in (1000, 2**14, 2**14 + 5, 300)]
+    offsets = [0, 1000, 1000 + 2**14, 1005 + 2**15]
+    parts, starts = Swapper()._adjust_for_misaligned_lengths(grads, offsets)
+    flat, kept_bytes = torch.full((1305 + 2**15,), torch.nan), 0
+    for part, start in zip(parts, starts, strict=True):
+        flat[start : start + part.numel()] = part
+        if 4 * part.numel() < 4096:
+            kept_bytes += part.untyped_storage().nbytes()
+        else:
+            assert start % 128 == part.numel() % 128 == 0
+    assert torch.equal(flat, torch.cat(grads))
+    # The two small gradients, and at each end of the others less than an alignment.
+    assert kept_bytes <= 4 * (1000 + 300 + 4 * 128)

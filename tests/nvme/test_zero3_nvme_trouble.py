@@ -21,7 +21,7 @@ from deepspeed.utils import (
 from full_disk import file_size_limit
 from log_lines import warned
 from needs import need_nvme
-from nests import difference
+from nests import assert_same, difference
 from nvme_worker import (
     BF16_MASTERS,
     TowerWithAMatrix,
@@ -63,11 +63,16 @@ def zero_a_block(path):
         file.write(bytes(4096))
 
 
-DAMAGES = {"cut": cut, "cut to nothing": lambda path: os.truncate(path, 0), "gone": os.remove}
-DAMAGES |= {"zeroed": zero_a_block, "of something else": lambda path: path.write_bytes(b"?" * 4096)}
+def expect(error, kind, *parts):
+    assert error and error[0] == kind and all(part in error[1] for part in parts), error
 
 
-# --- One pair of ranks that meets everything -----------------------------------------------------
+def expect_of_rank_1(error, what, kind, *parts):
+    """Check that rank 1 says what has happened to it, and rank 0 what the other could not do."""
+    if RANK == 1:
+        expect(error, kind, *parts)
+    else:
+        expect(error, "OSError", f"1 other rank(s) could not {what}")
 
 
 def exchange(path):
@@ -77,12 +82,23 @@ def exchange(path):
     shutil.copyfile(other, path)
 
 
-def read_damaged(engine, stale):
-    """Return what reading damaged state files raises; the files are whole again afterwards.
+# What happens to a file, the error, and what it says.
+DAMAGES = {
+    "cut": (cut, "ValueError", ""),
+    "cut to nothing": (lambda path: os.truncate(path, 0), "ValueError", ""),
+    "gone": (os.remove, "FileNotFoundError", ""),
+    "zeroed": (zero_a_block, "ValueError", ""),
+    "of something else": (lambda path: path.write_bytes(b"?" * 4096), "ValueError", ""),
+}
+NOT_OURS = "it is whole, but of step {} and not what this run wrote"
 
-    `stale` is the file of a step before.
-    """
-    errors, path = {}, first_state_file(swapper_of(engine).swap_folder)
+
+# --- One pair of ranks that meets everything -----------------------------------------------------
+
+
+def read_damaged(engine, stale):
+    """Read damaged state files, which are whole again afterwards; `stale` is of a step before."""
+    path = first_state_file(swapper_of(engine).swap_folder)
     whole = path.read_bytes()
     assert stale != whole
     number = next(
@@ -90,96 +106,108 @@ def read_damaged(engine, stale):
         for number, p in enumerate(engine.optimizer.fp32_partitioned_groups_flat)
         if swapper_of(engine).state_path(p) == str(path)
     )
-    wrong = {"stale": lambda path: path.write_bytes(stale), "of another sub-group": exchange}
-    for name, damage in (DAMAGES | wrong).items():
+    wrong = {
+        "stale": (lambda path: path.write_bytes(stale), "ValueError", NOT_OURS.format(1)),
+        "of another sub-group": (exchange, "ValueError", NOT_OURS.format(2)),
+    }
+    for damage, kind, message in (DAMAGES | wrong).values():
         damage(path)
-        errors[name] = error_of(swapped_in(engine.optimizer, number).__enter__)
+        error = error_of(swapped_in(engine.optimizer, number).__enter__)
         engine.optimizer._release_swap_buffers(number)
         path.write_bytes(whole)
-    return str(path), errors
+        expect(error, kind, str(path), message)
 
 
 def load_damaged(engine, folder):
-    """Return what loading raises when files of rank 1 are damaged, without a manifest."""
-    errors = {}
-    damages = {f"state {name}": ("zero8-*", damage) for name, damage in DAMAGES.items()}
-    damages["weights cut"] = ("[0-9]*", cut)
-    for name, (pattern, damage) in damages.items():
+    """Load a checkpoint that is damaged on rank 1, without a manifest; and parts of a good one."""
+    for pattern, damage, kind, _ in (
+        *(("zero8-*", *damage) for damage in DAMAGES.values()),
+        ("[0-9]*", *DAMAGES["cut"]),  # weights
+    ):
         if RANK == 1:
             shutil.copytree(f"{folder}/good", f"{folder}/bad")
             os.remove(f"{folder}/bad/{MANIFEST}")  # with it, less would be looked at here
             files = Path(folder, "bad", "offloaded_tensors").glob(f"rank*1/{pattern}")
             damage(min(files))
         torch.distributed.barrier()
-        errors[name] = error_of(engine.load_checkpoint, folder, tag="bad")
+        error = error_of(engine.load_checkpoint, folder, tag="bad")
+        expect_of_rank_1(error, "load the checkpoint", kind, "offloaded_tensors", ".tensor.swp")
         torch.distributed.barrier()
         if RANK == 1:
             shutil.rmtree(f"{folder}/bad")
     for options in ({"load_module_only": True}, {"load_optimizer_states": False}):
-        errors[str(options)] = error_of(engine.load_checkpoint, folder, tag="good", **options)
-    return errors
+        error = error_of(engine.load_checkpoint, folder, tag="good", **options)
+        expect(error, "ValueError", "can only load all")
 
 
 def give_newer(engine):
-    """Put a state where DeepSpeed's `load_state_dict` would; return the steps before and after."""
-    zero, states, steps = engine.optimizer, base_optimizer(engine).state, []
-    for added in (100, -100):
+    """Put a state where DeepSpeed's `load_state_dict` would: it is newer than its file."""
+    zero, states = engine.optimizer, base_optimizer(engine).state
+    for expected, added in ((BEFORE, 100), (BEFORE + 100, -100)):
         with swapped_in(zero, 0) as p:
             state = copy.deepcopy(states[p])
-        steps.append(state["step"])
+        assert state["step"] == expected
         states[p] = state | {"step": state["step"] + added}
         zero._optimizer_states_and_gradient_swap_in(0)
         zero._optimizer_states_and_gradient_swap_out(0)
-    return steps
 
 
 def use(engine):
     """Read and write moments and weights through DeepSpeed; train on in between."""
-    p = engine.module.inner.weight
-    result = {}
+    p, swapper = engine.module.inner.weight, getattr(engine.optimizer, "optimizer_swapper", None)
     local = safe_get_local_optimizer_state(p, "exp_avg")
-    result["local"] = [local.clone()]
-    result["full"] = {which: safe_get_full_optimizer_state(p, which).clone() for which in MOMENTS}
+    before = local.clone()
+    read = {which: safe_get_full_optimizer_state(p, which).clone() for which in MOMENTS}
     train(engine, 1, first=BEFORE)
-    result["local"].append(local.clone())
+    if swapper:  # other sub-groups use the buffer of what was read; without a disk it is live
+        assert_same(local.clone(), before)
+        assert before.abs().max() > 0
     for which in MOMENTS:
-        safe_set_full_optimizer_state(p, 2 * result["full"][which], which)
-        operations = getattr(getattr(engine.optimizer, "optimizer_swapper", None), "swap_ops", {})
-        result["under way"] = [kind for kind, operation in operations.items() if operation]
-    result["set"] = {which: safe_get_full_optimizer_state(p, which).clone() for which in MOMENTS}
-    result["weight"] = safe_get_full_fp32_param(p).clone()
+        safe_set_full_optimizer_state(p, 2 * read[which], which)
+        # A save may follow, which copies the file.
+        assert not any(getattr(swapper, "swap_ops", {}).values())
+    written = {which: safe_get_full_optimizer_state(p, which).clone() for which in MOMENTS}
+    assert difference(written, read) != ""
+    weight = safe_get_full_fp32_param(p).clone()
     train(engine, 1, first=BEFORE + 1)
-    return result | held_everywhere(engine)
+    return read, written, weight, held_everywhere(engine)
 
 
 def meet_everything(folder, pipelined):
     """Train, save, meet trouble, train on; then a disk without room for another engine."""
     checkpoints = f"{folder}/checkpoints"
     engine = make_tower(nvme_config(f"{folder}/swap", pipelined=pipelined))
-    losses = train(engine, 1)
+    train(engine, 1)
     stale = first_state_file(swapper_of(engine).swap_folder).read_bytes()
-    result = {"losses": losses + train(engine, BEFORE - 1, first=1)}
+    train(engine, BEFORE - 1, first=1)
     engine.save_checkpoint(checkpoints, tag="good")
-    result["saved"] = held_everywhere(engine)
-    result["read"] = read_damaged(engine, stale)
+    saved = held_everywhere(engine)
+    read_damaged(engine, stale)
     if RANK == 1:
         (other,) = Path(folder, "swap").glob("**/optimizer/rank0")
-        result["in use"] = error_of(swap_file.lock, str(other))
-    result["load"] = load_damaged(engine, checkpoints)
-    result["newer"] = give_newer(engine)
-    result["after trouble"] = held_everywhere(engine)
-    result["used"] = use(engine)
+        error = error_of(swap_file.lock, str(other))
+        expect(error, "OSError", "give each job an nvme_path of its own")
+    load_damaged(engine, checkpoints)
+    give_newer(engine)
+    assert_same(held_everywhere(engine), saved)
+    used = use(engine)
     # More weight corrections than weights' bytes: 1.5 MB are enough for files of weights only.
     ds_config = nvme_config(f"{folder}/more", dtype=BF16_MASTERS, weight_correction_bits=8)
     with file_size_limit(1_500_000 if RANK == 1 else resource.RLIM_INFINITY):
-        result["full disk"] = error_of(make_tower, ds_config)
+        error = error_of(make_tower, ds_config)
+    parts = ("/rank1/zero8-", "bytes are free")
+    expect_of_rank_1(error, "take the disk space", "OSError", *parts)
     in_memory = make_tower(nvme_config(None))
     train(in_memory, BEFORE)
-    result["used in memory"] = use(in_memory)
+    assert_same(use(in_memory), used)
     if RANK == 1:
         cut(first_state_file(swapper_of(engine).swap_folder))
-    result["step"] = error_of(train, engine, 1)
-    return result
+    # Rank 0 has nothing to complain of, and would wait for weights that rank 1 does not send.
+    parts = ("rank1/zero8-", "cut short")
+    expect_of_rank_1(error_of(train, engine, 1), IN_STEP, "ValueError", *parts)
+
+
+IN_STEP = "swap its optimizer states during a step"
 
 
 def meet_a_damaged_file_of_muon(folder, number):
@@ -187,69 +215,20 @@ def meet_a_damaged_file_of_muon(folder, number):
     engine = make_tower(nvme_config(f"{folder}/swap", pipelined=number == 1, **MUON))
     train(engine, 1)
     files = sorted(Path(swapper_of(engine).swap_folder).glob("zero8-*"))
+    assert len(files) == 3
     if RANK == 1:
         cut(files[number])
-    return {"files": len(files), "step": error_of(train, engine, 1)}
+    expect_of_rank_1(error_of(train, engine, 1), IN_STEP, "ValueError", "zero8-")
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "pipelined"])
-def met(request, tmp_path_factory):
+@pytest.mark.parametrize("pipelined", [False, True], ids=["plain", "pipelined"])
+def test_zero3_nvme_trouble_of_one_rank_is_an_error_on_both_and_changes_nothing(
+    pipelined, tmp_path
+):
     """Not in standing ranks: no one knows what is left of processes that have met all this."""
     need_nvme()
-    folder = tmp_path_factory.mktemp("trouble")
-    kwargs = {"folder": str(folder), "pipelined": request.param}
-    return run_ranks(meet_everything, 2, folder, timeout_s=900, **kwargs)
-
-
-MESSAGES = dict.fromkeys(DAMAGES, "") | {
-    "stale": "it is whole, but of step 1 and not what this run wrote",
-    "of another sub-group": "it is whole, but of step 2 and not what this run wrote",
-}
-
-
-@pytest.mark.parametrize("name", MESSAGES)
-def test_zero3_nvme_state_file_that_is_not_what_was_written_is_an_error_that_names_it(met, name):
-    for rank in met:
-        path, errors = rank["read"]
-        kind, message = errors[name]
-        assert kind == ("FileNotFoundError" if name == "gone" else "ValueError")
-        assert path in message and MESSAGES[name] in message
-
-
-@pytest.mark.parametrize("name", [*(f"state {name}" for name in DAMAGES), "weights cut"])
-def test_zero3_nvme_checkpoint_damaged_on_one_rank_is_an_error_on_both(met, name):
-    kind, message = met[1]["load"][name]
-    assert kind == ("FileNotFoundError" if name == "state gone" else "ValueError")
-    assert "offloaded_tensors" in message and ".tensor.swp" in message
-    kind, message = met[0]["load"][name]
-    assert kind == "OSError"
-    assert message.startswith("1 other rank(s) could not load the checkpoint")
-
-
-def test_zero3_nvme_load_of_a_part_is_refused(met):
-    for rank in met:
-        for asked in ("{'load_module_only': True}", "{'load_optimizer_states': False}"):
-            kind, message = rank["load"][asked]
-            assert kind == "ValueError" and "can only load all" in message
-
-
-def test_zero3_nvme_state_loaded_by_hand_is_newer_than_its_file(met):
-    for rank in met:
-        assert rank["newer"] == [BEFORE, BEFORE + 100]
-
-
-def test_zero3_nvme_trouble_changes_nothing(met):
-    assert "give each job an nvme_path of its own" in met[1]["in use"][1]
-    for rank in met:
-        assert difference(rank["saved"], rank["after trouble"]) == ""
-
-
-def test_zero3_nvme_step_that_one_rank_cannot_take_is_an_error_on_both(met):
-    """Rank 0 has nothing to complain of, and would wait for weights that rank 1 does not send."""
-    first, second = (rank["step"] for rank in met)
-    assert first[0] == "OSError"
-    assert first[1].startswith("1 other rank(s) could not swap its optimizer states during a step")
-    assert second[0] == "ValueError" and "rank1/zero8-" in second[1] and "cut short" in second[1]
+    kwargs = {"folder": str(tmp_path), "pipelined": pipelined}
+    run_ranks(meet_everything, 2, tmp_path, timeout_s=550, **kwargs)
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -259,38 +238,8 @@ def test_zero3_nvme_step_of_muon_that_one_rank_cannot_take_is_an_error_on_both(t
     Two sub-groups are Muon's, the last is AdamW's, which exchanges nothing.
     """
     need_nvme()
-    first, second = run_ranks(
-        meet_a_damaged_file_of_muon, 2, tmp_path, timeout_s=300, folder=str(tmp_path), number=number
-    )
-    assert first["files"] == second["files"] == 3
-    kind, message = first["step"]
-    assert kind == "OSError"
-    assert message.startswith("1 other rank(s) could not swap its optimizer states during a step")
-    kind, message = second["step"]
-    assert kind == "ValueError" and "zero8-" in message
-
-
-def test_zero3_nvme_full_disk_is_an_error_at_the_start_on_all_ranks(met):
-    first, second = (rank["full disk"] for rank in met)
-    assert first[0] == second[0] == "OSError"
-    assert first[1].startswith("1 other rank(s) could not take the disk space")
-    assert "/rank1/zero8-" in second[1] and "bytes are free" in second[1]
-
-
-def test_zero3_nvme_access_to_moments_equals_that_in_memory(met):
-    for rank in met:
-        used, in_memory = rank["used"], rank["used in memory"] | {"local": rank["used"]["local"]}
-        assert difference(used, in_memory) == ""
-        assert difference(used["set"], used["full"]) != ""
-
-
-def test_zero3_nvme_moment_that_was_set_is_in_its_file_and_one_that_was_read_stays(met):
-    """A save may follow, which copies the file.  Other sub-groups use the buffer of what was read;
-    without a disk it is live."""
-    for rank in met:
-        assert rank["used"]["under way"] == []
-        assert difference(*rank["used"]["local"]) == ""
-        assert rank["used"]["local"][0].abs().max() > 0
+    kwargs = {"folder": str(tmp_path), "number": number}
+    run_ranks(meet_a_damaged_file_of_muon, 2, tmp_path, timeout_s=300, **kwargs)
 
 
 # --- Fresh processes over what the first ones left -----------------------------------------------
@@ -335,6 +284,6 @@ def test_zero3_nvme_load_with_another_codec_encodes_anew_and_says_so_on_rank_0(t
                 )
                 target.write(0, source.read(0, tables[1].numel))
                 expected = target.codes, target.scales, target.dense
-                assert difference(ours[which], expected) == ""
+                assert_same(ours[which], expected)
         assert len(set(other["losses"])) == AFTER
         assert any("were saved with" in line for line in other["lines"]) == (number == 0)

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 import hf_models
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from ranks import error_of
@@ -100,12 +99,8 @@ def sharding_on_cpus():
 
 
 def train_with_fsdp2(folder):
-    """Go on from a state of Accelerate, and from a checkpoint of Trainer; are bits equal?"""
-    with sharding_on_cpus():
-        return {"accelerate": _by_accelerate(folder), "trainer": _by_trainer(folder)}
+    """Go on from checkpoints of Trainer, and so of Accelerate, of both kinds; are bits equal?"""
 
-
-def _by_trainer(folder) -> dict:
     def trained(name, kind, resume=None, **others):
         AcceleratorState._reset_state(True)
         config = {
@@ -123,63 +118,17 @@ def _by_trainer(folder) -> dict:
         return made
 
     result = {}
-    for kind in KINDS:
-        whole = trained(f"whole {kind}", kind)
-        unlike = trained(f"cut {kind}", kind, stop_after=3)
-        resumed = trained(f"cut {kind}", kind, resume=f"{folder}/cut {kind}/checkpoint-3")
-        result[kind] = {
-            "equal": _equal(_full(whole.model_wrapped), _full(resumed.model_wrapped)),
-            "fresh": _equal(_full(whole.model_wrapped), _full(unlike.model_wrapped)),
-            "bits": {r.name: r.bits for r in resumed.optimizer.optimizer.memory_report().rows},
-        }
+    with sharding_on_cpus():
+        for kind in KINDS:
+            whole = trained(f"whole {kind}", kind)
+            unlike = trained(f"cut {kind}", kind, stop_after=3)
+            resumed = trained(f"cut {kind}", kind, resume=f"{folder}/cut {kind}/checkpoint-3")
+            result[kind] = {
+                "equal": _equal(_full(whole.model_wrapped), _full(resumed.model_wrapped)),
+                "fresh": _equal(_full(whole.model_wrapped), _full(unlike.model_wrapped)),
+                "bits": {r.name: r.bits for r in resumed.optimizer.optimizer.memory_report().rows},
+            }
     return result
-
-
-def _by_accelerate(folder) -> dict:
-    result = {}
-    for kind in KINDS:
-        accelerator, model, optimizer = _sharded(kind)
-        _steps(accelerator, model, optimizer, range(3))
-        accelerator.save_state(f"{folder}/{kind}")
-        expected = _steps(accelerator, model, optimizer, range(3, 6))
-        report = optimizer.optimizer.memory_report()
-        again = _sharded(kind)
-        unlike = _steps(*_sharded(kind), range(3, 6))
-        again[0].load_state(f"{folder}/{kind}")
-        got = _steps(*again, range(3, 6))
-        result[kind] = {
-            "equal": _equal(expected, got),
-            "fresh": _equal(expected, unlike),
-            "bits": {row.name: row.bits for row in report.rows},
-        }
-    return result
-
-
-def _sharded(kind: str):
-    AcceleratorState._reset_state(True)
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        reshard_after_forward=True,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        state_dict_type=kind,
-        cpu_ram_efficient_loading=False,
-    )
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    model = hf_models.small_llama()
-    groups = hf.named_groups(model, 0.1)
-    optimizer = zero8.Adam8bitBlockwise(groups, lr=1e-2, fp32_params=["*embed*"])
-    return accelerator, *accelerator.prepare(model, optimizer)
-
-
-def _steps(accelerator, model, optimizer, seeds) -> list[torch.Tensor]:
-    for seed in seeds:
-        batch = hf_models.tokens(2 * seed + accelerator.process_index)
-        accelerator.backward(model(input_ids=batch, labels=batch).loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return _full(model)
 
 
 def _full(model) -> list[torch.Tensor]:

@@ -194,14 +194,8 @@ def on_ranks(strategy: Callable, **keywords) -> Iterator[Callable]:
         os.environ.update(before)
 
 
-def under_ddp(folder: Path) -> dict[str, dict]:
-    """Train under DDPStrategy as `cut_off`."""
-    with on_ranks(lambda: strategies.DDPStrategy(process_group_backend="gloo")) as options:
-        return cut_off(Model, folder, options)
-
-
-def under_fsdp2(folder: Path, distributed: bool, plain: Path) -> dict[str, dict]:
-    """Train under FSDP2 as `cut_off`, and go on from a checkpoint of one process.
+def under_fsdp2(folder: Path, distributed: bool) -> dict[str, dict]:
+    """Train under FSDP2 as `cut_off`.
 
     `distributed` says whether checkpoints are folders, to which all ranks write, or single files.
     """
@@ -215,10 +209,7 @@ def under_fsdp2(folder: Path, distributed: bool, plain: Path) -> dict[str, dict]
         )
 
     with on_ranks(strategy) as options:
-        found = cut_off(Sharded, folder, options)
-        last = fit(Sharded(ELSEWHERE), folder / "plain", plain, **options())
-        shapes = {name: tuple(p.to_local().shape) for name, p in last.named_parameters()}
-        return {**found, "from one process": recorded(last), "local": shapes}
+        return cut_off(Sharded, folder, options)
 
 
 def under_zero(folder: Path, **keywords) -> dict[str, dict]:

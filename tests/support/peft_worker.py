@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on a tiny Llama, for the ranks of test_peft_trl.py: PEFT by hand, Trainer and TRL."""
+"""LoRA on a tiny Llama, for the ranks of test_peft_trl.py: Trainer and TRL."""
 
 import os
 import warnings
@@ -24,7 +24,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 warnings.simplefilter("ignore", FutureWarning)
 leave_out_shared_memory()  # without LOCAL_SIZE it would not be called
 
-STEPS, SAVED_AT, LR = 6, 3, 1e-2
+SAVED_AT = 3
 # The dropout needs the state of the generators in a checkpoint.
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": "all-linear"}
 
@@ -72,46 +72,6 @@ def found_in(optimizer, adapters, losses):
         "shapes": {tuple(row["shape"]) for row in rows},
         "numel": sum(row["numel"] for row in rows),
         "bytes": sum(row["state_bytes"] for row in rows),
-    }
-
-
-def by_hand(folder, base):
-    """Train adapters in plain PyTorch, stop and resume, with the states and without."""
-    folder = Path(folder) / os.environ["RANK"]
-    folder.mkdir()
-
-    def run(steps, stopped=None, with_states=True):
-        """Return the model, the optimizer and the losses of some steps."""
-        model = get_peft_model(new_base(base, folder / "base"), lora())
-        model.train()  # from_pretrained leaves it in eval()
-        optimizer = zero8.Adam8bitBlockwise(model.named_parameters(), lr=LR)
-        if stopped is not None:
-            model.load_state_dict(stopped[0], strict=False)
-            if with_states:
-                optimizer.load_state_dict(stopped[1])
-        losses = []
-        for step in steps:
-            torch.manual_seed(step)  # of the dropout
-            batch = counting(4) + step
-            loss = model(input_ids=batch, labels=batch).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return model, optimizer, losses
-
-    def adapters(model):
-        return {n: p.detach().clone() for n, p in model.named_parameters() if "lora_" in n}
-
-    model, optimizer, losses = run(range(STEPS))
-    cut, its_optimizer, _ = run(range(SAVED_AT))
-    torch.save((adapters(cut), its_optimizer.state_dict()), folder / "stopped.pt")
-    stopped = torch.load(folder / "stopped.pt", weights_only=True)
-    straight, rest = adapters(model), range(SAVED_AT, STEPS)
-    return {
-        **found_in(optimizer, straight.values(), losses),
-        "resumes": same(adapters(run(rest, stopped)[0]), straight),
-        "matters": not same(adapters(run(rest, stopped, with_states=False)[0]), straight),
     }
 
 
