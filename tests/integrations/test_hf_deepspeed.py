@@ -3,51 +3,87 @@
 
 import hf_models
 import pytest
-import torch
-from hf_worker import train_with_deepspeed
 from ranks import run_ranks
+
+import zero8
+from zero8.integrations import hf
 
 pytestmark = pytest.mark.integrations
 
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trainer")
-    (result,) = run_ranks(train_with_deepspeed, 1, folder, timeout_s=300, folder=str(folder))
-    return result
-
-
-def test_json_word_steps_in_8_bits_with_the_settings_of_trainer(found):
-    assert found["settings"][1:] == [hf_models.EPS, hf_models.WEIGHT_DECAY]
-    assert tuple(found["settings"][0]) == hf_models.BETAS
-    assert found["bits"]["lm_head.weight"] == 8
+OFFLOAD = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+}
+UNFORCED = OFFLOAD | {"zero_force_ds_cpu_optimizer": False}
+AUTO = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
 
 
-def test_json_word_resumes_to_the_bits_of_a_run_that_was_not_cut_off(found):
-    pairs = zip(found["whole"], found["resumed"], strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
+def named(kind: str) -> dict:
+    return OFFLOAD | {"optimizer": {"type": kind, "params": AUTO}}
+
+
+OURS = named("Adam8bitBlockwise")
+
+
+def trained(folder, ds_config, resume=None, **others):
+    made = hf_models.trainer(folder, deepspeed=ds_config, **others)
+    made.train(resume_from_checkpoint=resume)
+    return made
+
+
+def bits_in(optimizer) -> dict[str, int]:
+    return {row.name: row.bits for row in optimizer.memory_report().rows}
+
+
+def train_from_the_json(folder):
+    """Train by the word in the JSON, resume, and resume with AdamW."""
+    whole = trained(f"{folder}/whole", OURS)
+    optimizer = whole.model_wrapped.optimizer.optimizer
+    (group, *_) = optimizer.param_groups
+    assert tuple(group["betas"]) == hf_models.BETAS
+    assert (group["eps"], group["weight_decay"]) == (hf_models.EPS, hf_models.WEIGHT_DECAY)
+    assert bits_in(optimizer)["lm_head.weight"] == 8
+    trained(f"{folder}/cut", OURS, stop_after=3)
+    cut = f"{folder}/cut/checkpoint-3"
+    resumed = trained(f"{folder}/cut", OURS, resume=cut)
+    assert hf_models.same_weights(whole.model, resumed.model)
+    with pytest.raises(ValueError, match="which DeepSpeedCPUAdam cannot read(?s:.)*--to zero"):
+        trained(f"{folder}/out", named("AdamW"), resume=cut)
+
+
+def train_with_an_object(folder):
+    """Give Trainer an optimizer, which it drops."""
+    for ds_config, other in (
+        (OFFLOAD, "DeepSpeedCPUAdam"),
+        (UNFORCED, "AdamW"),
+        (named("AdamW"), "DeepSpeedCPUAdam"),
+    ):
+        model = hf_models.small_llama()
+        ours = zero8.Adam8bitBlockwise(model.named_parameters(), lr=1e-2)
+        with pytest.raises(ValueError) as caught:
+            trained(folder, ds_config, model=model, optimizers=(ours, None))
+        assert f"would step with {other}, not with the Adam8bitBlockwise" in str(caught.value)
+        assert '"optimizer": {"type": "Adam8bitBlockwise"' in str(caught.value)
+
+
+def train_with_the_factory(folder):
+    """Have Trainer make the optimizer: DeepSpeed must be told to take it."""
+
+    def train(ds_config):
+        args = hf_models.arguments(folder, deepspeed=ds_config)
+        given = hf.optimizer(args, fp32_params=["*embed*"])
+        made = hf_models.trainer("", args=args, optimizer_cls_and_kwargs=given)
+        made.train()
+        return bits_in(made.model_wrapped.optimizer.optimizer)
+
+    with pytest.raises(ValueError, match='"zero_force_ds_cpu_optimizer": false'):
+        train(OFFLOAD)
+    bits = train(UNFORCED)
+    assert (bits["model.embed_tokens.weight"], bits["lm_head.weight"]) == (32, 8)
 
 
 @pytest.mark.parametrize(
-    ("case", "other"),
-    [("CPU Adam", "DeepSpeedCPUAdam"), ("AdamW", "AdamW"), ("JSON AdamW", "DeepSpeedCPUAdam")],
+    "train", [train_from_the_json, train_with_an_object, train_with_the_factory]
 )
-def test_object_that_trainer_drops_is_an_error_that_says_to_name_it_in_the_json(found, case, other):
-    kind, message = found[f"object dropped, {case}"]
-    assert kind == "ValueError"
-    assert f"would step with {other}, not with the Adam8bitBlockwise" in message
-    assert '"optimizer": {"type": "Adam8bitBlockwise"' in message
-
-
-def test_factory_under_offload_says_what_to_set_and_works_when_it_is(found):
-    kind, message = found["factory, forced"]
-    assert (kind, '"zero_force_ds_cpu_optimizer": false' in message) == ("ValueError", True)
-    assert found["factory"]["model.embed_tokens.weight"] == 32
-    assert found["factory"]["lm_head.weight"] == 8
-
-
-def test_checkpoint_that_is_resumed_with_adamw_says_how_to_convert_it(found):
-    kind, message = found["ours into AdamW"]
-    assert kind == "ValueError"
-    assert "which DeepSpeedCPUAdam cannot read" in message
-    assert "--to zero" in message
+def test_trainer_steps_with_ours_or_says_what_to_do(train, tmp_path):
+    run_ranks(train, 1, tmp_path, timeout_s=300, folder=str(tmp_path))
