@@ -10,8 +10,8 @@ import pytest
 import torch
 from fault_worker import RANKS, run
 from full_disk import file_size_limit
-from nests import difference
-from ranks import error_of
+from nests import assert_same
+from ranks import error_of, on_ranks
 from zero_worker import config, held, make_engine, train
 
 from zero8.files import atomic, tags
@@ -103,49 +103,26 @@ CASES = {
 }
 
 
-def fill_the_disk(folder):
-    """Save onto a disk that is full for one rank and file after another; then there is room."""
-    found = {}
+@on_ranks(2)
+def test_save_onto_a_full_disk_is_an_error_on_both_ranks_and_hurts_no_other_tag(tmp_path):
+    """The disk is full for one rank and file after another; then there is room."""
     engine = make_engine(config())
     train(engine, 1)
-    engine.save_checkpoint(folder, tag="good")
+    engine.save_checkpoint(tmp_path, tag="good")
     saved = held(engine)
     train(engine, 1, first=1)
-    for name, (rank, _, limit) in CASES.items():
+    for name, (rank, file, limit) in CASES.items():
         with limit() if rank == RANK else nullcontext():
-            error = error_of(engine.save_checkpoint, folder, tag="full")
+            error = error_of(engine.save_checkpoint, tmp_path, tag="full")
         torch.distributed.barrier()
-        found[name] = {"error": error, "latest": tags.read_latest(Path(folder))}
-        torch.distributed.barrier()
-    engine.load_checkpoint(folder)
-    found["loaded"] = difference(saved, held(engine))
-    found["room"] = error_of(engine.save_checkpoint, folder, tag="full")
-    torch.distributed.barrier()
-    found["verified"] = error_of(verify, Path(folder, "full"))
-    found["latest"] = tags.read_latest(Path(folder))
-    return found
-
-
-@pytest.fixture(scope="module")
-def filled(standing_ranks, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("full") / "checkpoints"
-    return standing_ranks(2).run(fill_the_disk, timeout_s=180, folder=str(folder))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_save_onto_a_full_disk_is_an_error_on_both_ranks_that_names_the_file(filled, name):
-    rank, file, _ = CASES[name]
-    for each in filled:
-        kind, message = each[name]["error"]
-        assert kind == "OSError"
-        assert file in message
+        assert error and error[0] == "OSError" and file in error[1], (name, error)
         if name.endswith("states"):
-            assert f"rank {rank}: " in message and "bytes are free there" in message
-        assert each[name]["latest"] == "good"
-
-
-def test_save_onto_a_full_disk_hurts_no_other_tag_and_works_when_there_is_room(filled):
-    for each in filled:
-        assert each["loaded"] == ""
-        assert each["room"] is each["verified"] is None
-        assert each["latest"] == "full"
+            assert f"rank {rank}: " in error[1] and "bytes are free there" in error[1], error
+        assert tags.read_latest(tmp_path) == "good"
+        torch.distributed.barrier()
+    engine.load_checkpoint(tmp_path)
+    assert_same(held(engine), saved)
+    engine.save_checkpoint(tmp_path, tag="full")
+    torch.distributed.barrier()
+    verify(tmp_path / "full")
+    assert tags.read_latest(tmp_path) == "full"

@@ -1,98 +1,289 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lightning: `configure_optimizers`, its checkpoints, and its strategies for sharded models."""
 
-import importlib
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
 
+import lightning
 import pytest
 import torch
-from nests import difference
+from fsdp_worker import whole
+from lightning.pytorch import strategies
+from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.callbacks import ModelCheckpoint
+from nests import assert_same
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
 
+from zero8 import Adam8bitBlockwise
+from zero8.environment.agree import gathered
 from zero8.files import tags
 
 pytestmark = pytest.mark.integrations
 
-NUMEL = {"net.0.weight": 128 * 256, "net.3.weight": 1024 * 16}
+EPOCHS, BATCHES, SAVED = 4, 3, 2
+"""Epochs of a run, steps of an epoch, and the epoch after which a run is cut off."""
+CLIP = 0.05
+OPTIONS = {"lr": 0.01, "weight_decay": 0.1}
+ELSEWHERE = 1000
+"""The seed of a model whose weights a checkpoint has to replace."""
+
+logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+
+
+class Model(lightning.LightningModule):
+    """Matrices of which one has narrow rows and one is too small for 8 bits, and their biases.
+
+    It records `bits` after each epoch and when training began, and of each step the learning rate,
+    the first beta and, but under ZeRO, the norm of all gradients after clipping.
+    """
+
+    def __init__(self, seed: int = 0, **keywords):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            layers = [nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 16), nn.Linear(16, 1024)]
+        self.net = nn.Sequential(*layers)
+        self.keywords = keywords
+        self.epochs, self.at_start = [], None
+        self.lrs, self.betas, self.norms = [], [], []
+
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+        inputs, targets = batch
+        return nn.functional.mse_loss(self.net(inputs).float(), targets.float())
+
+    def configure_optimizers(self) -> dict:
+        optimizer = Adam8bitBlockwise(self.named_parameters(), **OPTIONS, **self.keywords)
+        # It changes lr and, as momentum, beta1.
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, EPOCHS * BATCHES)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    def on_train_start(self) -> None:
+        self.at_start = bits(self)
+
+    def on_before_optimizer_step(self, optimizer) -> None:
+        (group,) = optimizer.param_groups
+        self.lrs.append(group["lr"])
+        self.betas.append(group["betas"][0])
+
+    def on_train_batch_end(self, *_) -> None:
+        grads = [whole(p.grad).float().norm() for p in self.parameters() if p.grad is not None]
+        if grads:
+            self.norms.append(float(torch.stack(grads).norm()))
+
+    def on_train_epoch_end(self) -> None:
+        self.epochs.append(bits(self))
+
+
+class Sharded(Model):
+    """The same under FSDP2; ModelParallelStrategy demands that `configure_model` shards."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        for layer in self.net:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(self.net, mesh=mesh)
+
+
+class CPUInTheNameOfCUDA(CUDAAccelerator):
+    """What DeepSpeedStrategy, which insists on CUDA, takes; devices are the CPU's."""
+
+    def setup_device(self, device) -> None: ...
+
+    def setup(self, trainer) -> None: ...
+
+    def teardown(self) -> None: ...
+
+    @staticmethod
+    def parse_devices(devices: int) -> list[int]:
+        return list(range(devices))
+
+    @staticmethod
+    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
+        return [torch.device("cpu", index) for index in devices]
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+
+def bits(model: lightning.LightningModule) -> dict:
+    """Return copies of all values and of all entries of saved states.
+
+    By parameter, whole, on every rank; under ZeRO those of this rank.
+    """
+    strategy = model.trainer.strategy
+    if isinstance(strategy, strategies.DeepSpeedStrategy):
+        from zero_worker import held
+
+        return held(strategy.deepspeed_engine)
+    states = model.optimizers(use_pl_optimizer=False).state_dict()["state"]
+    found = {}
+    for number, (name, p) in enumerate(model.named_parameters()):
+        entries = {key: whole(value) for key, value in states.get(number, {}).items()}
+        found[name] = {"values": whole(p.detach()), **entries}
+    return found
+
+
+def batches() -> DataLoader:
+    """Return a data set that is read in order; each rank reads its part."""
+    generator = torch.Generator().manual_seed(7)
+    inputs = torch.randn(24, 256, generator=generator)
+    targets = torch.randn(24, 1024, generator=generator)
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    return DataLoader(TensorDataset(inputs, targets), batch_size=24 // BATCHES // num_ranks)
+
+
+def checkpoint(folder: Path) -> Path:
+    """Return where `fit` writes the checkpoint of epoch `SAVED`."""
+    return folder / f"epoch={SAVED - 1}.ckpt"
+
+
+def fit(model: Model, folder: Path, resume: Path | None = None, **keywords) -> Model:
+    """Train a model to the end, with a checkpoint after each epoch, and return it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's advice on workers, logging and srun
+        trainer = lightning.Trainer(
+            **{"accelerator": "cpu", "devices": 1, **keywords},
+            max_epochs=EPOCHS,
+            default_root_dir=folder,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            gradient_clip_val=CLIP,
+            callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1)],
+        )
+        trainer.fit(model, batches(), ckpt_path=resume, weights_only=True)
+    return model
+
+
+def check_cut_off(make: Callable, folder: Path, options: Callable = dict) -> Model:
+    """Train without a stop, and again from the checkpoint in the middle: the bits are equal.
+
+    `make` returns a model, given a seed; `options` returns further arguments of the Trainer.
+    Returns the model that never stopped.
+    """
+    first = fit(make(seed=0), folder, **options())
+    second = fit(make(seed=ELSEWHERE), folder / "resumed", checkpoint(folder), **options())
+    assert_same(second.at_start, first.epochs[SAVED - 1])
+    assert_same(second.epochs, first.epochs[SAVED:])
+    steps = SAVED * BATCHES
+    for ours, theirs in (
+        (getattr(x, k) for x in (second, first)) for k in ("lrs", "betas", "norms")
+    ):
+        assert_same(ours, theirs[-steps:])
+    assert (len(first.lrs), len(second.lrs)) == (EPOCHS * BATCHES, steps)
+    assert len(set(first.lrs)) > steps  # the scheduler does change it
+    return first
+
+
+@contextmanager
+def launched(strategy: Callable, **keywords) -> Iterator[Callable]:
+    """Yield a function that returns the arguments of a Trainer on these ranks.
+
+    Lightning takes a variable of theirs away when a run ends: it is back for each Trainer.
+    """
+    before = dict(os.environ)
+
+    def options() -> dict:
+        os.environ.update(before)
+        return {"devices": int(before["WORLD_SIZE"]), "strategy": strategy(), **keywords}
+
+    try:
+        yield options
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 PRECISIONS = {
     "32-true": (torch.float32, {}),
     "bf16-mixed": (torch.float32, {}),
     "bf16-true": (torch.bfloat16, {"weight_correction_bits": 8}),
 }
-AS_OBJECT = {
-    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-    "zero_force_ds_cpu_optimizer": False,
-}
-NAMED = {
-    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-    "optimizer": {"type": "Adam8bitBlockwise", "params": {"lr": 0.01, "weight_decay": 0.1}},
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20, "warmup_max_lr": 0.01}},
-}
-
-
-@pytest.fixture(scope="module")
-def worker():
-    """The module of the small models; it imports Lightning."""
-    return importlib.import_module("lightning_worker")
-
-
-def assert_went_on(runs, worker):
-    """The second run begins with the bits of the checkpoint, and ends with those of the first."""
-    first, second = runs["never stopped"], runs["resumed"]
-    steps = worker.SAVED * worker.BATCHES
-    assert len(first["lrs"]) == worker.EPOCHS * worker.BATCHES
-    assert difference(second["at_start"], first["epochs"][worker.SAVED - 1]) == ""
-    assert difference(second["epochs"], first["epochs"][worker.SAVED :]) == ""
-    for key in ("lrs", "betas", "norms"):
-        assert second[key] == first[key][-len(second["lrs"]) :]
-    assert len(second["lrs"]) == steps
-    assert len(set(first["lrs"])) > steps  # the scheduler does change it
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_trainer_resumed_from_its_checkpoint_goes_on_with_the_same_bits(
-    precision, worker, tmp_path
-):
+def test_trainer_resumed_from_its_checkpoint_goes_on_with_the_same_bits(precision, tmp_path):
     dtype, keywords = PRECISIONS[precision]
-
-    def make(seed):
-        return worker.Model(seed, **keywords)
-
-    runs = worker.cut_off(make, tmp_path, lambda: {"precision": precision})
-    assert_went_on(runs, worker)
-    assert runs["never stopped"]["epochs"][-1]["net.0.weight"]["values"].dtype == dtype
+    made = check_cut_off(
+        lambda seed: Model(seed, **keywords), tmp_path, lambda: {"precision": precision}
+    )
+    assert made.epochs[-1]["net.0.weight"]["values"].dtype == dtype
     # Every gradient is larger, and is clipped to this: bfloat16 rounds its parts by 2^-9.
-    norms = torch.tensor(runs["never stopped"]["norms"])
-    assert (norms / worker.CLIP - 1).abs().max() < 2**-7
-    assert len(set(runs["never stopped"]["betas"])) > 1
+    assert (torch.tensor(made.norms) / CLIP - 1).abs().max() < 2**-7
+    assert len(set(made.betas)) > 1
+
+
+def test_trainer_of_float16_weights_is_refused_with_what_to_do_instead(tmp_path):
+    with pytest.raises(ValueError, match="dtype torch.float16.* keep float32 weights"):
+        fit(Model(), tmp_path, precision="16-true")
+
+
+@on_ranks(2)
+def train_under_fsdp2(folder, distributed):
+    def strategy() -> strategies.ModelParallelStrategy:
+        return strategies.ModelParallelStrategy(
+            data_parallel_size=2,
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=distributed,
+            process_group_backend="gloo",
+        )
+
+    with launched(strategy) as options:
+        made = check_cut_off(Sharded, folder, options)
+        torch.save(made.epochs[SAVED - 1], folder / f"saved{os.environ['RANK']}")
 
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["folder", "file"])
 def test_model_parallel_strategy_resumed_from_its_checkpoint_goes_on_with_the_same_bits(
-    distributed, worker, standing_ranks, tmp_path
+    distributed, standing_ranks, tmp_path
 ):
-    run = standing_ranks(2).run
-    for rank in run(worker.under_fsdp2, folder=tmp_path, distributed=distributed):
-        assert_went_on(rank, worker)
-    saved = worker.checkpoint(tmp_path)
+    """Checkpoints are folders, to which all ranks write, or single files."""
+    train_under_fsdp2(standing_ranks, folder=tmp_path, distributed=distributed)
+    saved = checkpoint(tmp_path)
     assert saved.is_dir() == distributed
     if not distributed:  # Lightning reads folders under ModelParallelStrategy only
-        resumed = worker.fit(worker.Model(worker.ELSEWHERE), tmp_path / "alone", saved)
-        expected = rank["never stopped"]["epochs"][worker.SAVED - 1]
-        assert difference(resumed.at_start, expected) == ""
+        resumed = fit(Model(ELSEWHERE), tmp_path / "alone", saved)
+        assert_same(resumed.at_start, torch.load(tmp_path / "saved0"))
 
 
-def test_trainer_of_float16_weights_is_refused_with_what_to_do_instead(worker, tmp_path):
-    with pytest.raises(ValueError, match="dtype torch.float16.* keep float32 weights"):
-        worker.fit(worker.Model(), tmp_path, precision="16-true")
+ZERO3 = {
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    "optimizer": {"type": "Adam8bitBlockwise", "params": {"lr": 0.01, "weight_decay": 0.1}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20, "warmup_max_lr": 0.01}},
+}
+ZERO2_OF_OBJECT = {
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "zero_force_ds_cpu_optimizer": False,
+}
 
 
-@pytest.mark.parametrize("config", [AS_OBJECT, NAMED], ids=["object", "named"])
+@pytest.mark.parametrize("config", [ZERO2_OF_OBJECT, ZERO3], ids=["object", "named"])
+@on_ranks(2)
 def test_deepspeed_strategy_resumed_from_its_checkpoint_goes_on_with_the_same_bits(
-    config, worker, standing_ranks, tmp_path
+    config, tmp_path
 ):
-    codes = 0
-    for rank in standing_ranks(2).run(worker.under_zero, folder=tmp_path, config=config):
-        assert_went_on(rank, worker)
-        states = rank["never stopped"]["epochs"][-1]["states"]
-        codes += sum(state["exp_avg"][0].numel() for state in states)
-    assert codes == sum(NUMEL.values())
-    assert tags.verify(worker.checkpoint(tmp_path) / "checkpoint")
+    """On CPUs in the name of GPUs."""
+
+    def strategy() -> strategies.DeepSpeedStrategy:
+        # It fills in what the config leaves out.
+        config_of_it = deepcopy(config)
+        return strategies.DeepSpeedStrategy(process_group_backend="gloo", config=config_of_it)
+
+    with launched(strategy, accelerator=CPUInTheNameOfCUDA()) as options:
+        made = check_cut_off(Model, tmp_path, options)
+    codes = sum(state["exp_avg"][0].numel() for state in made.epochs[-1]["states"])
+    assert sum(gathered(codes)) == 128 * 256 + 1024 * 16
+    tags.verify(checkpoint(tmp_path) / "checkpoint")

@@ -66,21 +66,19 @@ class Experts(torch.nn.Module):
         return total
 
 
-def step_experts(steps):
-    """Step in every layout; return what this rank holds, its pieces by numbered names."""
-    result = {}
-    for name, (ds_config, ep_size) in EXPERT_LAYOUTS.items():
-        model = Experts(ep_size)
-        engine = make_engine(ds_config, model)
-        for step in range(steps):
-            take_step(engine, step)
-        result[name] = held(engine)
-        result[name]["group keys"] = [sorted(g) for g in base_optimizer(engine).param_groups]
-        for state in result[name]["states"]:
-            state["pieces"] = tuple(
-                replace(piece, name=numbered(piece.name, ep_size, model.place))
-                for piece in state["pieces"]
-            )
+def step_experts(name, steps):
+    """Step in a layout; return what this rank holds, its pieces by numbered names."""
+    ds_config, ep_size = EXPERT_LAYOUTS[name]
+    model = Experts(ep_size)
+    engine = make_engine(ds_config, model)
+    for step in range(steps):
+        take_step(engine, step)
+    result = held(engine) | {"group keys": [sorted(g) for g in base_optimizer(engine).param_groups]}
+    for state in result["states"]:
+        state["pieces"] = tuple(
+            replace(piece, name=numbered(piece.name, ep_size, model.place))
+            for piece in state["pieces"]
+        )
     return result
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from nests import difference
 from params import each, layouts_to_run
+from ranks import on_ranks
 from zero_experts import EXPERT_LAYOUTS, expert_reference, step_experts
 from zero_shards import assert_equals_plain, put_together
 from zero_worker import Bag, config, held, make_engine, take_step
@@ -125,22 +126,6 @@ def step_layouts(layouts):
     return result
 
 
-def step_tiny(folder):
-    """Train two elements on two ranks, save, load, go on; return what this rank holds."""
-    result = {}
-    for stage in (1, 2, 3):
-        engine = make_engine(config(stage=stage), tiny())
-        for _ in range(2):
-            take_step(engine, torch.ones(4, 1))
-        engine.save_checkpoint(folder, tag=f"{stage}")
-        loaded = make_engine(config(stage=stage), tiny())
-        loaded.load_checkpoint(folder, tag=f"{stage}")
-        for which in (engine, loaded):
-            take_step(which, torch.ones(4, 1))
-            result.setdefault(stage, []).append(held(which))
-    return result
-
-
 def tiny():
     torch.manual_seed(3)
     return torch.nn.Sequential(torch.nn.Linear(1, 1), Mean())
@@ -151,17 +136,11 @@ class Mean(torch.nn.Module):
         return x.mean()
 
 
-def step_everything(layouts, folder):
-    """Run all of this file's scenarios in one process."""
-    return step_layouts(layouts), step_tiny(folder), step_experts(STEPS)
-
-
 @pytest.fixture(scope="module")
-def two_ranks(request, standing_ranks, tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("layouts"))
+def two_ranks(request, standing_ranks):
     layouts = LAYOUTS | WITHOUT_ZERO
     layouts = {name: layouts[name] for name in layouts_to_run(request, layouts)}
-    return standing_ranks(2).run(step_everything, timeout_s=500, layouts=layouts, folder=folder)
+    return standing_ranks(2).run(step_layouts, timeout_s=500, layouts=layouts)
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +194,7 @@ def assert_equals_reference(ranks, name, ds_config, cut_per_param):
 @each(LAYOUTS, SLOW)
 def test_layout_on_two_ranks_equals_plain_optimizer_in_uncut_blocks(two_ranks, name):
     """Two ranks make one boundary within a flat group or a parameter: one cut block at most."""
-    ranks = [layouts[name] for layouts, *_ in two_ranks]
+    ranks = [layouts[name] for layouts in two_ranks]
     made = assert_equals_reference(ranks, name, LAYOUTS[name], cut_per_param=1)
     expected = [*FLOAT32, "embed"] if "fp32 embedding" in name else FLOAT32
     assert sorted(p for p in made if "exp_avg_scale" not in made[p]) == sorted(expected)
@@ -228,16 +207,13 @@ def test_layout_on_four_ranks_equals_plain_optimizer_in_uncut_blocks(four_ranks,
     assert_equals_reference(ranks, name, ON_FOUR_RANKS[name], cut_per_param=3)
 
 
-def assert_experts_equal_plain(ranks, name):
+@pytest.mark.parametrize("name", EXPERT_LAYOUTS)
+def test_experts_on_two_ranks_equal_plain_optimizer_in_uncut_blocks(name, standing_ranks):
+    ranks = standing_ranks(2).run(step_experts, name=name, steps=STEPS)
     made = put_together(ranks, block_size=256)
-    assert_equals_plain(made, expert_reference(name, STEPS), 256, cut_per_param=len(ranks) - 1)
+    assert_equals_plain(made, expert_reference(name, STEPS), 256, cut_per_param=1)
     for rank in ranks:
         assert any("moe" in keys and "name" in keys for keys in rank["group keys"])
-
-
-@pytest.mark.parametrize("name", EXPERT_LAYOUTS)
-def test_experts_on_two_ranks_equal_plain_optimizer_in_uncut_blocks(two_ranks, name):
-    assert_experts_equal_plain([experts[name] for *_, experts in two_ranks], name)
 
 
 def assert_each_equals_reference(ranks, name):
@@ -253,25 +229,31 @@ def assert_each_equals_reference(ranks, name):
 
 @each(WITHOUT_ZERO, SLOW)
 def test_layout_without_zero_equals_plain_optimizer_on_each_rank(two_ranks, name):
-    assert_each_equals_reference([layouts[name] for layouts, *_ in two_ranks], name)
+    assert_each_equals_reference([layouts[name] for layouts in two_ranks], name)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_rank_that_holds_only_padding_steps_saves_and_loads(two_ranks, stage):
+@on_ranks(2)
+def test_rank_that_holds_only_padding_steps_saves_and_loads(stage, tmp_path):
     """Two elements: ZeRO 1 and 2 pad a group to 4, so rank 1 gets padding; so does it in ZeRO 3,
     where each parameter of one element is cut in two."""
-    model = tiny()
+    model, one = tiny(), torch.ones(4, 1)
     optimizer = zero8.Adam8bitBlockwise(model.parameters(), lr=1e-2, weight_decay=0.01)
     for _ in range(3):
         optimizer.zero_grad()
-        model(torch.ones(4, 1)).backward()
+        model(one).backward()
         optimizer.step()
-    expected = {f"{n}": p.detach() for n, p in model.named_parameters()}
-    went_on, loaded = two_ranks[0][1][stage]
-    for held_here in (went_on, loaded):
-        (state,) = held_here["states"]
+    expected = dict(model.named_parameters())
+
+    engine, loaded = (make_engine(config(stage=stage), tiny()) for _ in range(2))
+    for _ in range(2):
+        take_step(engine, one)
+    engine.save_checkpoint(tmp_path)
+    loaded.load_checkpoint(tmp_path)
+    for stepped in (engine, loaded):
+        take_step(stepped, one)
+        (state,) = held(stepped)["states"]
         assert state["step"] == 3
+        assert len(state["pieces"]) == (2 if engine.global_rank == 0 else 0)
         for piece in state["pieces"]:
             assert state["master"][piece.start] == expected[piece.name].item()
-    assert [len(entry["states"][0]["pieces"]) for entry in two_ranks[0][1][stage]] == [2, 2]
-    assert [len(entry["states"][0]["pieces"]) for entry in two_ranks[1][1][stage]] == [0, 0]
