@@ -296,24 +296,3 @@ def test_low_bit_blocks_step_and_are_saved_and_loaded(blocks, script):
         begin = (kind.text, "optimizer.zero_grad()", imports, save)
         steps = (LOSSES, "expected = losses", load, LOSSES, "print(losses == expected)")
         assert script(*begin, *steps) == "True\n"
-
-
-@pytest.mark.shown("docs/low-bit-training.md", "quantize_(model, bitnet", "def tensors(model)")
-def test_bitnet_block_trains_on_two_ranks_and_is_saved_and_loaded(blocks, tmp_path, script):
-    """Other weights, before the load, are those of the checkpoint after it."""
-    train, checkpoint = blocks
-    saving, loading = checkpoint.text.rsplit("\n\n", 1)
-    weight = "model[0].weight.detach().to_local()._data"
-    parts = (
-        *(train.text, saving, f"before = {weight}.clone()"),
-        f"{weight}.zero_()",
-        *(loading, f"equal = torch.equal(before, {weight})"),
-        "precompute_bitnet_scale_for_fsdp(model)",
-        # A file each: what two ranks print at once can be mixed.
-        'out = open(f"rank{torch.distributed.get_rank()}", "w")',
-        "print(equal, (before != 0).any().item(), file=out, flush=True)",
-        "torch.distributed.destroy_process_group()",
-    )
-    (tmp_path / "bitnet.py").write_text("\n".join(parts))
-    type_in(tmp_path, "torchrun --standalone --nproc-per-node 2 bitnet.py")
-    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["True True\n"] * 2

@@ -21,15 +21,16 @@ pytestmark = pytest.mark.integrations
 RANKS = 2
 # The first two have learning rate 0, so three change the weights.
 STEPS = 5
-CASES = {"log": {"optimizer": "Adam8bitBlockwise"}, "sgd": {"optimizer": "SGD8bitBlockwise"}}
+OPTIMIZER = "Adam8bitBlockwise"
 
 
-def int8_job(case, out, **changes):
-    return dict(engine=FSDP2, weights=INT8, steps=STEPS, out=str(out), **CASES[case]) | changes
+def int8_job(out, **changes):
+    job = {"engine": FSDP2, "weights": INT8, "steps": STEPS, "optimizer": OPTIMIZER}
+    return job | {"out": str(out)} | changes
 
 
-def checkpoint_of(case, out):
-    return out / f"{CASES[case]['optimizer']}.checkpoint"
+def checkpoint_of(out):
+    return out / f"{OPTIMIZER}.checkpoint"
 
 
 @pytest.fixture(scope="module")
@@ -40,51 +41,30 @@ def standing_ranks(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    return tmp_path_factory.mktemp("checkpoints")
+def trained(standing_ranks, tmp_path_factory):
+    """The folder of a run, and rank 0's measurements."""
+    out = tmp_path_factory.mktemp("checkpoints") / "out"
+    return out, standing_ranks(RANKS).run(row, **int8_job(out, save_every=STEPS - 1))[0]
 
 
-@pytest.fixture(scope="module")
-def rows(standing_ranks, checkpoints):
-    """Return rank 0's measurements by case."""
-    run = standing_ranks(RANKS).run
-    return {
-        case: run(row, **int8_job(case, checkpoints / case, save_every=STEPS - 1))[0]
-        for case in CASES
-    }
-
-
-@pytest.fixture
-def stopped_before_the_last_step(rows, checkpoints, tmp_path):
-    """Return a function: a copy of a run's checkpoints without the newest, which was cut short."""
-
-    def copied(case):
-        folder = tmp_path / "copy"
-        shutil.copytree(checkpoints / case, folder)
-        newest = checkpoint_of(case, folder) / f"step{STEPS}"
-        (newest / MANIFEST).unlink()
-        tags.begin(newest, tags.next_sequence(newest.parent))
-        return folder
-
-    return copied
-
-
-@pytest.mark.parametrize("case", CASES)
 def test_run_that_is_resumed_has_the_bits_of_one_that_never_stopped(
-    standing_ranks, rows, stopped_before_the_last_step, case
+    standing_ranks, trained, tmp_path
 ):
-    folder = stopped_before_the_last_step(case)
-    resumed = standing_ranks(RANKS).run(row, **int8_job(case, folder, resume=True))[0]
+    """From its checkpoints without the newest, which was cut short."""
+    (out, expected), copied = trained, tmp_path / "copy"
+    shutil.copytree(out, copied)
+    newest = checkpoint_of(copied) / f"step{STEPS}"
+    (newest / MANIFEST).unlink()
+    tags.begin(newest, tags.next_sequence(newest.parent))
+    resumed = standing_ranks(RANKS).run(row, **int8_job(copied, resume=True))[0]
     assert resumed["first_step"] == STEPS - 1
-    assert resumed["train_curve"] == rows[case]["train_curve"][STEPS - 1 :]
-    assert resumed["val_loss"] == rows[case]["val_loss"]
-    assert cli.main(["checkpoint", "verify", str(checkpoint_of(case, folder))]) == 0
+    assert resumed["train_curve"] == expected["train_curve"][STEPS - 1 :]
+    assert resumed["val_loss"] == expected["val_loss"]
+    assert cli.main(["checkpoint", "verify", str(checkpoint_of(copied))]) == 0
 
 
-def test_checkpoint_that_is_converted_loads_with_decoded_weights(
-    standing_ranks, rows, checkpoints, tmp_path
-):
-    folder, out = str(checkpoint_of("log", checkpoints / "log")), str(tmp_path / "out")
+def test_checkpoint_that_is_converted_loads_with_decoded_weights(standing_ranks, trained, tmp_path):
+    folder, out = str(checkpoint_of(trained[0])), str(tmp_path / "out")
     saved = standing_ranks(RANKS).run(loaded_int8_weights, checkpoint=folder)[0]
     assert cli.main(["checkpoint", "convert", folder, out, "--to", "plain"]) == 0
     content = torch.load(out, weights_only=True)
