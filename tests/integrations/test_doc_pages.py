@@ -5,13 +5,12 @@ Each script is made of what the page says that the reader has, of blocks, and of
 promises.
 """
 
-import json
 import re
 import shutil
 
 import pytest
 from doc_blocks import block_with, reader, run_script, type_in
-from places import ROOT, TESTS
+from places import TESTS
 from ranks import build_ops, free_port
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(600)]
@@ -57,56 +56,6 @@ def script(tmp_path):
         return run_script(folder, *parts, **OFFLINE | env)
 
     return run
-
-
-# --- docs/moving.md ------------------------------------------------------------------------------
-
-TRAINER = """
-def new_trainer(config, max_steps):
-    args = TrainingArguments(
-        output_dir="out", deepspeed=config, bf16=True, max_steps=max_steps, save_steps=20,
-        per_device_train_batch_size=4,
-    )
-    return Trainer(model=new_model(), args=args, train_dataset=data)
-"""
-
-
-@pytest.mark.shown(
-    "docs/moving.md",
-    "class Check",
-    "RuntimeError",
-    "1,441,792",
-    "resume_from_checkpoint",
-    "$ zero8 checkpoint convert out/checkpoint-40 out",
-    "$ zero8 checkpoint convert out/checkpoint-40 fp32",
-)
-def test_page_on_adamw_is_what_happens(blocks, script, tmp_path):
-    """A run of AdamW is checked, resumed in 8 bits, and carried elsewhere."""
-    check, error, report, resume, universal, convert = blocks
-    config = json.loads((ROOT / "configs" / "hf" / "zero3_offload.json").read_text())
-    config["optimizer"]["type"] = "AdamW"
-    (tmp_path / "old.json").write_text(json.dumps(config))
-    script(BEGIN, TRAINER, "new_trainer('old.json', 20).train()", launched=True)
-
-    printed = script(
-        *(BEGIN, TRAINER, "trainer = new_trainer('old.json', 1)", check.text),
-        "try:\n    trainer.train()",
-        "except RuntimeError as error:\n    print('RuntimeError:', error)",
-        launched=True,
-    )
-    assert " ".join(error.text.split()) in printed
-
-    printed = script(
-        *(BEGIN, TRAINER, "trainer = new_trainer('configs/hf/zero3_offload.json', 40)"),
-        *(check.text, resume.text),
-        "print([row['step'] for row in trainer.state.log_history])",
-        "print(trainer.model_wrapped.optimizer.optimizer.memory_report())",
-        launched=True,
-    )
-    assert printed.endswith(report.text)
-    for block in (universal, convert):
-        ((command, shown),) = block.session
-        assert BYTES.sub("#", type_in(tmp_path, command)) == BYTES.sub("#", shown)
 
 
 # --- docs/integrations.md -------------------------------------------------------------------------

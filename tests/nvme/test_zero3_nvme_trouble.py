@@ -36,10 +36,6 @@ from zero_worker import MOMENTS, base_optimizer, train
 
 from zero8.deepspeed import swap_file
 from zero8.files.manifest import MANIFEST
-from zero8.spec.adam import ADAM
-from zero8.spec.codec import codec_named
-from zero8.state.store import MomentStore
-from zero8.state.table import PieceTable
 
 # DeepSpeed's aio is built by a first run; a build that is interrupted leaves a lock behind.
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
@@ -245,45 +241,43 @@ def test_zero3_nvme_step_of_muon_that_one_rank_cannot_take_is_an_error_on_both(t
 # --- Fresh processes over what the first ones left -----------------------------------------------
 
 
-def load_into(folder, options):
-    """Load into an optimizer with other settings, and train on."""
-    engine = make_tower(nvme_config(f"{folder}/swap", **options), TowerWithAMatrix)
-    with warned() as lines:
-        engine.load_checkpoint(f"{folder}/checkpoints", tag="good")
-        loaded = held_everywhere(engine)
-        losses = train(engine, AFTER, first=BEFORE)
-    return {"loaded": loaded, "losses": losses, "lines": lines}
-
-
 def save(folder):
     engine = make_tower(nvme_config(f"{folder}/swap"), TowerWithAMatrix)
     train(engine, BEFORE)
     engine.save_checkpoint(f"{folder}/checkpoints", tag="good")
-    return held_everywhere(engine)
+    return decoded(engine)
 
 
-OTHER = {"codec": "dynamic", "block_size": 128}
+def load_into(folder, **options):
+    """Load into an optimizer with other settings; return what it holds, and train on."""
+    engine = make_tower(nvme_config(f"{folder}/swap", **options), TowerWithAMatrix)
+    with warned() as lines:
+        engine.load_checkpoint(f"{folder}/checkpoints", tag="good")
+        loaded = decoded(engine)
+        assert len(set(train(engine, AFTER, first=BEFORE))) == AFTER
+    assert any("were saved with" in line for line in lines) == (RANK == 0)
+    return loaded
+
+
+def decoded(engine):
+    """Return the moments of all sub-groups in float32."""
+    zero, found = engine.optimizer, []
+    for number in range(len(zero.fp16_groups)):
+        with swapped_in(zero, number) as p:
+            state = base_optimizer(engine).state[p]
+            assert state["step"] == BEFORE
+            found += [state[which].clone() for which in MOMENTS]
+    return found
 
 
 def test_zero3_nvme_load_with_another_codec_encodes_anew_and_says_so_on_rank_0(tmp_path):
     """In fresh processes: a checkpoint of swapped states loads in no others."""
     need_nvme()
-    kwargs = {"timeout_s": 900, "folder": str(tmp_path)}
+    kwargs = {"timeout_s": 500, "folder": str(tmp_path)}
     before = run_ranks(save, 2, tmp_path, **kwargs)
-    after = run_ranks(load_into, 2, tmp_path, options=OTHER, **kwargs)
-    for number, (saved, other) in enumerate(zip(before, after, strict=True)):
-        for ours, theirs in zip(other["loaded"]["states"], saved["states"], strict=True):
-            assert ours["step"] == theirs["step"] == BEFORE
-            tables = [PieceTable(state["pieces"], len(state["master"])) for state in (ours, theirs)]
-            for which in MOMENTS:
-                source = MomentStore(
-                    codec_named("log"), ADAM.moment(which), tables[1], *theirs[which]
-                )
-                target = MomentStore.zeros(
-                    codec_named(OTHER["codec"]), ADAM.moment(which), tables[0]
-                )
-                target.write(0, source.read(0, tables[1].numel))
-                expected = target.codes, target.scales, target.dense
-                assert_same(ours[which], expected)
-        assert len(set(other["losses"])) == AFTER
-        assert any("were saved with" in line for line in other["lines"]) == (number == 0)
+    after = run_ranks(load_into, 2, tmp_path, codec="dynamic", block_size=128, **kwargs)
+    for saved, loaded in zip(before, after, strict=True):
+        for values, others in zip(saved, loaded, strict=True):
+            assert not torch.equal(values, others) and others.abs().max() > 0
+            # Some codes of `dynamic` are as far apart as a tenth of the largest of their block.
+            assert (values - others).norm() < 0.1 * values.norm()
