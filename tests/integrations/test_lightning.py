@@ -21,6 +21,7 @@ from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
+from zero_worker import held
 
 from zero8 import Adam8bitBlockwise
 from zero8.environment.agree import gathered
@@ -125,8 +126,6 @@ def bits(model: lightning.LightningModule) -> dict:
     """
     strategy = model.trainer.strategy
     if isinstance(strategy, strategies.DeepSpeedStrategy):
-        from zero_worker import held
-
         return held(strategy.deepspeed_engine)
     states = model.optimizers(use_pl_optimizer=False).state_dict()["state"]
     found = {}

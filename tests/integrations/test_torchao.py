@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fsdp_worker import start
+from fsdp_worker import start, whole
 from nests import assert_same
 from ranks import on_ranks, ranks_of_sizes
 from torch import Tensor, nn
@@ -161,13 +161,6 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
                 )
             found[f"{name}.{part}" if part else name] = tensor
     return found
-
-
-def whole(value):
-    """Return a copy of all of a tensor."""
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def bits(model: nn.Module, optimizer: BlockwiseOptimizer) -> dict:

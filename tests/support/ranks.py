@@ -72,18 +72,10 @@ class StandingRanks:
     def run(self, function, timeout_s: float = 180, kill: bool = False, **kwargs) -> list:
         """Return what `function(**kwargs)` returned, or passed to `report`, on each rank.
 
-        The function is one of a module in tests/; arguments and results cross by torch.save.
-
-        Args:
-            function: what to run.
-            timeout_s: seconds for all ranks together.
-            kill: whether the function goes on after `report`, until it is killed with SIGKILL; it
-                is, as soon as every rank has reported.
-            **kwargs: passed to the function.
-
-        Raises:
-            AssertionError: with the rank's output if a rank failed or the time ran out.  All
-                processes are gone then, as they are after `kill`; the next call starts new ones.
+        The function is one of a module in tests/; arguments and results cross by torch.save.  With
+        `kill` it goes on after `report`, until all have reported and are killed with SIGKILL.
+        Raises AssertionError with the rank's output if a rank failed or the time ran out.  All
+        processes are gone then, as they are after `kill`; the next call starts new ones.
         """
         if not self._processes:
             self._start()
