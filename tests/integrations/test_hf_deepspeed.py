@@ -4,11 +4,14 @@
 import hf_models
 import pytest
 from ranks import run_ranks
+from shared_memory import leave_out_shared_memory
 
 import zero8
 from zero8.integrations import hf
 
 pytestmark = pytest.mark.integrations
+
+leave_out_shared_memory()  # without LOCAL_SIZE it would not be called
 
 OFFLOAD = {
     "train_micro_batch_size_per_gpu": "auto",
