@@ -277,7 +277,8 @@ def test_zero3_nvme_load_with_another_codec_encodes_anew_and_says_so_on_rank_0(t
     before = run_ranks(save, 2, tmp_path, **kwargs)
     after = run_ranks(load_into, 2, tmp_path, codec="dynamic", block_size=128, **kwargs)
     for saved, loaded in zip(before, after, strict=True):
+        assert difference(saved, loaded) != ""
         for values, others in zip(saved, loaded, strict=True):
-            assert not torch.equal(values, others) and others.abs().max() > 0
+            assert others.abs().max() > 0
             # Some codes of `dynamic` are as far apart as a tenth of the largest of their block.
             assert (values - others).norm() < 0.1 * values.norm()

@@ -122,12 +122,12 @@ def assign(optimizer, p, entries):
 
 def check_refused(optimizer, p, arrive, entries, message):
     """Check that nothing changes when entries arrive and a step is taken."""
-    good, before = optimizer.state[p], [p.detach().clone(), *contents_of(optimizer)]
+    good, before = optimizer.state[p], [p.detach().clone(), contents_of(optimizer)]
     with pytest.raises(ValueError, match=message):
         arrive(optimizer, p, entries)
         optimizer.step()
     optimizer.state[p] = good
-    assert_same([p.detach().clone(), *contents_of(optimizer)], before)
+    assert_same([p.detach().clone(), contents_of(optimizer)], before)
 
 
 @pytest.mark.parametrize("arrive", [load, assign])
