@@ -5,12 +5,13 @@ Each script is made of what the page says that the reader has, of blocks, and of
 promises.
 """
 
+import json
 import re
 import shutil
 
 import pytest
 from doc_blocks import block_with, reader, run_script, type_in
-from places import TESTS
+from places import ROOT, TESTS
 from ranks import build_ops, free_port
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(600)]
@@ -56,6 +57,56 @@ def script(tmp_path):
         return run_script(folder, *parts, **OFFLINE | env)
 
     return run
+
+
+# --- docs/moving.md ------------------------------------------------------------------------------
+
+TRAINER = """
+def new_trainer(config, max_steps):
+    args = TrainingArguments(
+        output_dir="out", deepspeed=config, bf16=True, max_steps=max_steps, save_steps=20,
+        per_device_train_batch_size=4,
+    )
+    return Trainer(model=new_model(), args=args, train_dataset=data)
+"""
+
+
+@pytest.mark.shown(
+    "docs/moving.md",
+    "class Check",
+    "RuntimeError",
+    "1,441,792",
+    "resume_from_checkpoint",
+    "$ zero8 checkpoint convert out/checkpoint-40 out",
+    "$ zero8 checkpoint convert out/checkpoint-40 fp32",
+)
+def test_page_on_adamw_is_what_happens(blocks, script, tmp_path):
+    """A run of AdamW is checked, resumed in 8 bits, and carried elsewhere."""
+    check, error, report, resume, universal, convert = blocks
+    config = json.loads((ROOT / "configs" / "hf" / "zero3_offload.json").read_text())
+    config["optimizer"]["type"] = "AdamW"
+    (tmp_path / "old.json").write_text(json.dumps(config))
+    script(BEGIN, TRAINER, "new_trainer('old.json', 20).train()", launched=True)
+
+    printed = script(
+        *(BEGIN, TRAINER, "trainer = new_trainer('old.json', 1)", check.text),
+        "try:\n    trainer.train()",
+        "except RuntimeError as error:\n    print('RuntimeError:', error)",
+        launched=True,
+    )
+    assert " ".join(error.text.split()) in printed
+
+    printed = script(
+        *(BEGIN, TRAINER, "trainer = new_trainer('configs/hf/zero3_offload.json', 40)"),
+        *(check.text, resume.text),
+        "print([row['step'] for row in trainer.state.log_history])",
+        "print(trainer.model_wrapped.optimizer.optimizer.memory_report())",
+        launched=True,
+    )
+    assert printed.endswith(report.text)
+    for block in (universal, convert):
+        ((command, shown),) = block.session
+        assert BYTES.sub("#", type_in(tmp_path, command)) == BYTES.sub("#", shown)
 
 
 # --- docs/integrations.md -------------------------------------------------------------------------
@@ -245,3 +296,24 @@ def test_low_bit_blocks_step_and_are_saved_and_loaded(blocks, script):
         begin = (kind.text, "optimizer.zero_grad()", imports, save)
         steps = (LOSSES, "expected = losses", load, LOSSES, "print(losses == expected)")
         assert script(*begin, *steps) == "True\n"
+
+
+@pytest.mark.shown("docs/low-bit-training.md", "quantize_(model, bitnet", "def tensors(model)")
+def test_bitnet_block_trains_on_two_ranks_and_is_saved_and_loaded(blocks, tmp_path, script):
+    """Other weights, before the load, are those of the checkpoint after it."""
+    train, checkpoint = blocks
+    saving, loading = checkpoint.text.rsplit("\n\n", 1)
+    weight = "model[0].weight.detach().to_local()._data"
+    parts = (
+        *(train.text, saving, f"before = {weight}.clone()"),
+        f"{weight}.zero_()",
+        *(loading, f"equal = torch.equal(before, {weight})"),
+        "precompute_bitnet_scale_for_fsdp(model)",
+        # A file each: what two ranks print at once can be mixed.
+        'out = open(f"rank{torch.distributed.get_rank()}", "w")',
+        "print(equal, (before != 0).any().item(), file=out, flush=True)",
+        "torch.distributed.destroy_process_group()",
+    )
+    (tmp_path / "bitnet.py").write_text("\n".join(parts))
+    type_in(tmp_path, "torchrun --standalone --nproc-per-node 2 bitnet.py")
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["True True\n"] * 2
