@@ -10,6 +10,7 @@ import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import safe_set_full_optimizer_state
 from nests import assert_same
+from page_locked import page_locked
 from ranks import on_ranks
 from zero_worker import MOMENTS, Bag, base_optimizer, config, held, make_engine, plain, take_step
 
@@ -128,16 +129,42 @@ def test_checkpoint_loads_and_reports_stay_while_states_are_offloaded(include, t
     assert_same(held(engine), before)
 
 
+KINDS = [OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states]
+
+
+@pytest.mark.parametrize("include", [None, *([one] for one in KINDS)], ids=str)
+@on_ranks(2)
+def test_states_of_zero3_that_moved_to_the_host_and_back_go_on_with_the_same_bits(include):
+    """DeepSpeed refuses to move those of any but FusedAdam."""
+    moved, stayed = (
+        # DeepSpeed cannot move 16-bit weights some of which are frozen.
+        make_engine(config(stage=3, offload=None, dtype={}), Bag().requires_grad_())
+        for _ in range(2)
+    )
+    assert_steps_are_the_same(moved, stayed, 0)
+    with page_locked() as memory:
+        for step, pin_memory in enumerate([True, False, True], 1):
+            moved.offload_states(include, pin_memory=pin_memory, non_blocking=step > 1)
+            assert bool(memory.registered) is (include != KINDS[1:])
+            assert all(
+                state["exp_avg"].store.codes.dtype == torch.uint8 for state in states_of(moved)
+            )
+            moved.reload_states(non_blocking=step > 1)
+            assert not moved.optimizer.offloaded_states
+            assert_steps_are_the_same(moved, stayed, step)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("pin_memory", [False, True])
 @pytest.mark.parametrize("non_blocking", [False, True])
 @on_ranks(max(1, torch.cuda.device_count()), device="cuda")
 def test_gpu_states_that_were_offloaded_and_reloaded_go_on_as_those_that_stayed(
-    pin_memory, non_blocking
+    stage, pin_memory, non_blocking
 ):
-    moved, stayed = stepped(offload=None), stepped(offload=None)
-    moved.offload_states(pin_memory=pin_memory, non_blocking=non_blocking)
+    moved, stayed = (stepped(offload=None, stage=stage) for _ in range(2))
+    moved.offload_states(KINDS, pin_memory=pin_memory, non_blocking=non_blocking)
     moved.reload_states()
     assert_steps_are_the_same(moved, stayed, 1)
 
