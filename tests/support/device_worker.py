@@ -14,6 +14,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from fake_gpu_tensors import DEVICE, Gpu, crossings
 from moment_samples import MOMENTS, NUMEL, moment, values_for
+from page_locked import page_locked
 
 import zero8
 from zero8.deepspeed import seams
@@ -199,23 +200,16 @@ class Zero(SimpleNamespace):
 
 @check
 def offload_and_reload(codec):
-    """Memory is page-locked as DeepSpeed does it, and the states come back as they were."""
-    accelerator, asked = get_accelerator(), []
-    pin_empty_like = type(accelerator).pin_empty_like
-
-    def noted(tensor, device="cpu", dtype=None):
-        asked.append((tensor.dtype, tensor.numel()))
-        return pin_empty_like(accelerator, tensor, device, dtype)
-
-    accelerator.pin_empty_like, accelerator.current_device_name = noted, lambda: "gpu:0"
+    """Page-locked memory is what the states take, and they come back as they were."""
+    get_accelerator().current_device_name = lambda: "gpu:0"
     for pin_memory in (True, False):
         zero = Zero(codec)
-        asked.clear()
-        zero.offload(pin_memory=pin_memory, non_blocking=pin_memory)
-        zero.check(torch.device("cpu"))
-        locked = [(t.dtype, t.numel()) for s in zero.expected.values() for t in s.buffers]
-        assert asked == (locked if pin_memory else [])
-        DeepSpeedZeroOptimizer.reload_states(zero)
+        with page_locked() as memory:
+            zero.offload(pin_memory=pin_memory, non_blocking=pin_memory)
+            zero.check(torch.device("cpu"))
+            sizes = [t.nbytes for s in zero.expected.values() for t in s.buffers if t.numel()]
+            assert sorted(memory.registered.values()) == (sorted(sizes) if pin_memory else [])
+            DeepSpeedZeroOptimizer.reload_states(zero)
         zero.check(DEVICE)
 
 

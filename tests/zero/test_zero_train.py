@@ -16,7 +16,8 @@ def storages_as_long_as_the_shard():
     gc.collect()
     # Wrappers, such as DTensors, have no memory but that of such tensors.
     tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
-    storages = [x.untyped_storage() for x in tensors if x.dtype == torch.float32]
+    dense = (x for x in tensors if (x.dtype, x.layout) == (torch.float32, torch.strided))
+    storages = [x.untyped_storage() for x in dense]
     return len({one.data_ptr() for one in storages if one.nbytes() >= 4 * SHARD})
 
 
