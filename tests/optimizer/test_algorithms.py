@@ -221,17 +221,7 @@ def averaging(made, beta: float, start: torch.Tensor):
     return optimizer, p
 
 
-def moment_of(optimizer, p) -> torch.Tensor:
-    return optimizer.moments(p)[0].read(0, p.numel()).view(p.shape)
-
-
-long_lived = pytest.mark.parametrize(
-    ("made", "beta"),
-    [(SGD, 0.9), (SGD, 0.99), (ADAM, 0.98), (MIX, 0.99)],
-)
-
-
-@long_lived
+@pytest.mark.parametrize(("made", "beta"), [(SGD, 0.9), (SGD, 0.99), (ADAM, 0.98), (MIX, 0.99)])
 def test_long_lived_moment_whose_gradient_has_ended_reaches_zero(made, beta):
     """The mean of an element after T steps is beta^T of its value; what is not 0 is 1/16 s at
     least, with s of the wide levels, or 1/32 of the narrow ones'.  So of 4,080 elements of up to
@@ -243,5 +233,5 @@ def test_long_lived_moment_whose_gradient_has_ended_reaches_zero(made, beta):
     p.grad[:, 0] = 1.0  # the largest of each block lives on, and the scale with it
     for _ in range(round(35 / (1 - beta))):
         optimizer.step()
-    m = moment_of(optimizer, p)
+    m = optimizer.moments(p)[0].read(0, p.numel()).view(p.shape)
     assert (m[:, 1:] == 0).all() and (m[:, 0] > 0.9).all()

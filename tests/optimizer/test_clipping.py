@@ -4,7 +4,7 @@
 import pytest
 import torch
 from nests import assert_same
-from small_optimizers import required_by, set_grads, small_model
+from small_optimizers import named_params, required_by, set_grads, small_model
 
 from zero8 import Adam8bitBlockwise
 from zero8.optimizer.elementwise import OPTIMIZERS
@@ -13,24 +13,9 @@ SHAPES = {"wide": (64, 96), "narrow": (300, 7), "conv": (8, 16, 3, 3), "bias": (
 
 
 def params_of(dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    params = []
-    for name, shape in SHAPES.items():
-        value = torch.randn(shape, generator=generator).to(dtype)
-        if name == "conv":
-            value = value.to(memory_format=torch.channels_last)
-        params.append(torch.nn.Parameter(value))
-    return params
-
-
-def give_grads(params, step, scale=1.0):
-    generator = torch.Generator().manual_seed(step)
-    for p in params:
-        p.grad = (scale * torch.randn(p.shape, generator=generator)).to(p.dtype)
-
-
-def norm_by_torch(params, norm_type=2.0):
-    return torch.nn.utils.get_total_norm([p.grad for p in params], norm_type)
+    params = named_params(SHAPES, dtype)
+    params["conv"].data = params["conv"].data.to(memory_format=torch.channels_last)
+    return list(params.values())
 
 
 @pytest.mark.parametrize("optimizer_class", OPTIMIZERS, ids=lambda one: one.__name__)
@@ -43,14 +28,15 @@ def test_clip_equals_torchs_clipping_before_the_step(optimizer_class, dtype, max
     options = {"lr": 0.01, **required_by(optimizer_class)}
     optimizer, plain = optimizer_class(ours, **options), optimizer_class(theirs, **options)
     for step in range(3):
-        give_grads(ours, step)
-        give_grads(theirs, step)
+        set_grads(ours, step)
+        set_grads(theirs, step)
         norm = optimizer.clip_grad_norm_(max_norm, norm_type)
         if norm_type == 2.0:
             expected = torch.cat([p.grad.flatten().double() for p in theirs]).norm()
             assert abs(norm.double() / expected - 1) <= 2**-23
         else:
-            assert torch.equal(norm, norm_by_torch(theirs, norm_type))
+            grads = [p.grad for p in theirs]
+            assert torch.equal(norm, torch.nn.utils.get_total_norm(grads, norm_type))
         torch.nn.utils.clip_grads_with_norm_(theirs, max_norm, norm)
         before = [p.grad.clone() for p in ours]
         optimizer.step(), plain.step()

@@ -14,8 +14,6 @@ from torch.nn.utils import clip_grad_norm_
 from zero8 import Adam8bitBlockwise
 from zero8.optimizer import in_backward as in_backward_module
 
-KEYWORDS = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
-
 
 def model_of(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
@@ -39,23 +37,20 @@ def train(model, optimizer, steps: int, start: int = 0, scheduler=None) -> None:
         optimizer.zero_grad()
 
 
-def in_backward(dtype: torch.dtype = torch.float32, **keywords):
+def after_backward(dtype: torch.dtype = torch.float32):
     model = model_of(dtype)
-    optimizer = Adam8bitBlockwise(model.named_parameters(), **{**KEYWORDS, **keywords})
+    keywords = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    return model, Adam8bitBlockwise(model.named_parameters(), **keywords)
+
+
+def in_backward(dtype: torch.dtype = torch.float32):
+    model, optimizer = after_backward(dtype)
     return model, optimizer, optimizer.step_in_backward(model)
 
 
-def after_backward(dtype: torch.dtype = torch.float32, **keywords):
-    model = model_of(dtype)
-    return model, Adam8bitBlockwise(model.named_parameters(), **{**KEYWORDS, **keywords})
-
-
-def held(model, optimizer) -> dict:
-    return {name: (p, optimizer.state[p]) for name, p in model.named_parameters()}
-
-
-def assert_same(model, optimizer, other_model, other) -> None:
-    assert difference(held(model, optimizer), held(other_model, other)) == ""
+def assert_same(*runs) -> None:
+    held = [{n: (p, of.state[p]) for n, p in model.named_parameters()} for model, of in runs]
+    assert difference(*held) == ""
 
 
 STEP_IN_A_FORK = """
@@ -99,7 +94,7 @@ def test_in_backward_has_the_bits_of_steps_after_it(dtype):
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=8)
         train(model, optimizer, 6, scheduler=scheduler)
     assert len(counts) == 12
-    assert_same(*runs[0], *runs[1])
+    assert_same(*runs)
 
 
 def test_in_backward_gradients_are_freed_while_it_goes_on():
@@ -213,7 +208,7 @@ def test_in_backward_removed_steps_as_usual_and_clips():
         clip_grad_norm_(each.parameters(), 1e-3)
         its.step()
         its.zero_grad()
-    assert_same(model, optimizer, other_model, other)
+    assert_same((model, optimizer), (other_model, other))
 
 
 def test_in_backward_group_that_joins_and_a_load_are_followed():
@@ -229,7 +224,7 @@ def test_in_backward_group_that_joins_and_a_load_are_followed():
         saved["param_groups"][0]["lr"] = 0.002
         optimizer.load_state_dict(saved)
         train(model, optimizer, 2, start=3)
-    assert_same(*runs[0], *runs[1])
+    assert_same(*runs)
 
 
 def test_in_backward_error_of_a_step_raises_at_step_and_the_next_goes_on():

@@ -4,20 +4,20 @@
 import pytest
 import torch
 from int8_weights import copy_of, int8_param, same_bits
-from small_optimizers import set_grads
+from small_optimizers import param, run, set_grads
 from torch import nn
 
 import zero8
 from zero8.optimizer import widened as in_chunks
 from zero8.spec import dither, int8_rows
+from zero8.spec.codec import CODECS
 from zero8.spec.segment import Rounding
 
 # Ragged columns, narrow rows (5 of which share a block), one block, a long row; one has float32
 # moments, as it is small.
 SHAPES = ((130, 300), (200, 48), (64, 256), (3, 5000), (10, 20))
-CODECS = {"codec": ("log", "dynamic", "linear4", "log6", "fp8")}
 MAKERS = {
-    **{name: (zero8.Adam8bitBlockwise, {"codec": name}) for name in CODECS["codec"]},
+    **{name: (zero8.Adam8bitBlockwise, {"codec": name}) for name in CODECS},
     "SGD": (zero8.SGD8bitBlockwise, {"momentum": 0.9}),
     "Lion": (zero8.Lion8bitBlockwise, {}),
 }
@@ -25,7 +25,7 @@ ROUNDINGS = {True: Rounding.DITHER, "hash": Rounding.HASH, False: Rounding.NEARE
 
 
 def weights_of(shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.05
+    return param(*shape, seed=seed).detach() * 0.05
 
 
 def make(maker, params, **settings):
@@ -47,21 +47,12 @@ def rounded(weights, before, rounding, name, step):
     return int8_rows.encoded(weights, scales, found), scales
 
 
-@pytest.fixture
-def widened(monkeypatch):
-    """Step INT8 weights as a device does whose kernel does not take them.
-
-    The largest of `SHAPES` has two pieces.
-    """
-    monkeypatch.setattr(in_chunks, "is_widened", lambda device: True)
-    monkeypatch.setattr(in_chunks, "MOST_ELEMENTS", 20_000)
-
-
 @pytest.fixture(params=["in the kernel", "widened"])
-def way(request):
-    """Step INT8 weights in both ways."""
+def way(request, monkeypatch):
+    """Step INT8 weights in the kernel, and as a device does whose kernel does not take them."""
     if request.param == "widened":
-        request.getfixturevalue("widened")
+        monkeypatch.setattr(in_chunks, "is_widened", lambda device: True)
+        monkeypatch.setattr(in_chunks, "MOST_ELEMENTS", 20_000)  # of `SHAPES` one has two pieces
 
 
 @pytest.mark.usefixtures("way")
@@ -93,9 +84,7 @@ def test_step_of_int8_weights_is_that_of_float32_ones_rounded(maker, rounding):
 
 def trained(params, steps=3, **settings):
     optimizer = make(MAKERS["log"], params, **settings)
-    for step in range(steps):
-        set_grads(params, step)
-        optimizer.step()
+    run(optimizer, params, steps)
     return optimizer
 
 
@@ -116,9 +105,6 @@ def test_step_of_int8_weights_tells_autograd_of_its_writes():
     before = p._version, p.int_data._version
     trained([p], steps=1)
     assert p._version > before[0] and p.int_data._version > before[1]
-
-
-# --- Refusals ------------------------------------------------------------------------------------
 
 
 def test_step_of_int8_weights_has_the_same_skipped_blocks_with_any_number_of_pieces(monkeypatch):

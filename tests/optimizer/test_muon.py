@@ -188,11 +188,6 @@ def test_muon_state_dict_of_torchs_muon_loads_with_the_moments():
 # --- Which parameters it takes --------------------------------------------------------------------
 
 
-def groups_of(optimizer) -> dict[bool, list[str]]:
-    """Return the names in the groups of Muon and of AdamW."""
-    return {group["use_muon"]: group["param_names"] for group in optimizer.param_groups}
-
-
 def model() -> nn.Module:
     made = nn.Module()
     made.embed_tokens = nn.Embedding(20, 64)
@@ -230,9 +225,10 @@ TAKEN = {
 @pytest.mark.parametrize(("make", "keywords", "expected"), TAKEN.values(), ids=TAKEN)
 def test_muon_takes_matrices_by_name_pattern_and_attribute(make, keywords, expected):
     made = make()
-    groups = groups_of(Muon8bitBlockwise(made.named_parameters(), **keywords))
-    assert set(groups[True]) == expected
-    assert set(groups[False]) == {name for name, _ in made.named_parameters()} - expected
+    groups = Muon8bitBlockwise(made.named_parameters(), **keywords).param_groups
+    found = {group["use_muon"]: set(group["param_names"]) for group in groups}
+    assert found[True] == expected
+    assert found[False] == {name for name, _ in made.named_parameters()} - expected
 
 
 def test_muon_splits_each_group_and_keeps_its_settings():

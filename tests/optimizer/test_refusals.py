@@ -54,11 +54,7 @@ BAD = {
         "seed": [1.5],
         "state_dict_format": ["fp16"],
     },
-    SGD: {
-        "momentum": [0.0, 1.0],
-        "dampening": [1.5],
-        "nesterov": [1],
-    },
+    SGD: {"momentum": [0.0, 1.0], "dampening": [1.5], "nesterov": [1]},
     MIX: {"betas": [(0.9, 0.999)], "alpha": [-1.0]},
     MUON: {
         "lr": [-1.0, NAN, "fast"],

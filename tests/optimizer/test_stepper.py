@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from small_optimizers import named_params, param, set_grads
 
 import zero8
 from zero8.optimizer import stepper
@@ -15,20 +16,15 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 SHAPES = {"a": (64, 100), "b": (33,), "c": (70, 300)}
 
 
-def made(**settings):
-    generator = torch.Generator().manual_seed(1)
-    named = [
-        (name, torch.nn.Parameter(torch.randn(shape, generator=generator)))
-        for name, shape in SHAPES.items()
-    ]
-    return dict(named), zero8.Adam8bitBlockwise(named, lr=1e-2, **settings)
+def made():
+    params = named_params(SHAPES)
+    return params, zero8.Adam8bitBlockwise(params.items(), lr=1e-2)
 
 
 def step(params, optimizer, number, skip=()):
-    generator = torch.Generator().manual_seed(100 + number)
-    for name, p in params.items():
-        grad = torch.randn(p.shape, generator=generator, dtype=torch.float32)
-        p.grad = None if name in skip else grad.to(p.dtype)
+    set_grads(params.values(), number)
+    for name in skip:
+        params[name].grad = None
     optimizer.step()
 
 
@@ -139,16 +135,13 @@ def test_parameters_that_share_memory_step_one_after_the_other(views, maker):
     dtype = torch.bfloat16 if "bf16" in maker else torch.float32
 
     def trained(are_together):
-        generator = torch.Generator().manual_seed(0)
-        buffer = torch.randn(128, 128, generator=generator).to(dtype)
+        buffer = param(128, 128, dtype=dtype).detach()
         params = dict(zip("ab", map(torch.nn.Parameter, views(buffer)), strict=True))
         groups = [{"params": [pair], "lr": 0.01} for pair in params.items()]
         of = MAKERS[maker]
         optimizers = [of(groups)] if are_together else [of([group]) for group in groups]
         for step in range(3):
-            for number, p in enumerate(params.values()):
-                g = torch.randn(p.shape, generator=generator.manual_seed(10 * step + number))
-                p.grad = g.to(dtype)
+            set_grads(params.values(), step)
             for optimizer in optimizers:
                 optimizer.step()
         return buffer

@@ -3,21 +3,17 @@
 
 import pytest
 import torch
+from small_optimizers import named_params, run
 
 import zero8
 from zero8.deepspeed.moment_tensor import MomentTensor
 
 
-def trained(optimizer_class=zero8.Adam8bitBlockwise, **settings):
+def trained(optimizer_class=zero8.Adam8bitBlockwise):
     """Return parameters and an optimizer after two steps: 8-bit, narrow, and kept in float32."""
-    shapes = {"wide": (64, 130), "narrow": (600, 8), "bias": (9,)}
-    generator = torch.Generator().manual_seed(3)
-    params = {n: torch.nn.Parameter(torch.randn(s, generator=generator)) for n, s in shapes.items()}
-    optimizer = optimizer_class(list(params.items()), lr=1e-2, **settings)
-    for _ in range(2):
-        for p in params.values():
-            p.grad = torch.randn(p.shape, generator=generator)
-        optimizer.step()
+    params = named_params({"wide": (64, 130), "narrow": (600, 8), "bias": (9,)})
+    optimizer = optimizer_class(list(params.items()), lr=1e-2)
+    run(optimizer, params.values(), 2)
     return params, optimizer
 
 

@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from small_optimizers import param, run
 from torch import nn
 
 from zero8 import (
@@ -19,12 +20,12 @@ from zero8.spec.segment import Rounding
 
 SHAPE = (24, 300)
 MADE = {
-    "adam": (Adam8bitBlockwise, {"lr": 1e-3}),
-    "adam, float32 moments": (Adam8bitBlockwise, {"lr": 1e-3, "min_8bit_size": 10**6}),
-    "lion": (Lion8bitBlockwise, {"lr": 1e-3}),
-    "sgd": (SGD8bitBlockwise, {"lr": 1e-3, "momentum": 0.9}),
-    "ademamix": (AdEMAMix8bitBlockwise, {"lr": 1e-3}),
-    "muon": (Muon8bitBlockwise, {"lr": 1e-3}),
+    "adam": (Adam8bitBlockwise, {}),
+    "adam, float32 moments": (Adam8bitBlockwise, {"min_8bit_size": 10**6}),
+    "lion": (Lion8bitBlockwise, {}),
+    "sgd": (SGD8bitBlockwise, {"momentum": 0.9}),
+    "ademamix": (AdEMAMix8bitBlockwise, {}),
+    "muon": (Muon8bitBlockwise, {}),
 }
 MASK = (torch.arange(24 * 300).view(SHAPE) % 3 > 0).bfloat16()
 
@@ -51,21 +52,11 @@ def joined(p, correction):
     return bits.view(torch.float32)
 
 
-def optimizer_of(p, **settings):
-    return Adam8bitBlockwise([p], lr=1e-3, seed=3, **settings)
-
-
-def train(optimizer, p, steps, first=0):
-    for step in range(first, first + steps):
-        p.grad = torch.randn(SHAPE, generator=torch.Generator().manual_seed(step)).to(p.dtype)
-        optimizer.step()
-
-
 def optimizer_made(name):
     made, settings = MADE[name]
-    torch.manual_seed(0)
-    p = nn.Parameter(torch.randn(SHAPE).bfloat16())
-    return made([("weight", p)], seed=3, weight_correction_bits=8, **settings), p
+    p = param(*SHAPE, dtype=torch.bfloat16)
+    settings = {"lr": 1e-3, "seed": 3, "weight_correction_bits": 8} | settings
+    return made([("weight", p)], **settings), p
 
 
 def bits_of(optimizer, p):
@@ -78,7 +69,7 @@ def stepped_without_corrections(optimizer, p, step):
     (q,) = other.param_groups[0]["params"]
     other.state[q]["param_correction"].zero_()
     assert torch.equal(q, p)
-    train(other, q, 1, first=step)
+    run(other, [q], 1, start=step)
     return bits_of(other, q)
 
 
@@ -109,11 +100,11 @@ def test_corrected_bfloat16_of_a_finite_number_is_finite(x):
 @pytest.mark.parametrize("name", MADE)
 def test_weights_that_a_script_writes_count_as_they_are(name, write):
     optimizer, p = optimizer_made(name)
-    train(optimizer, p, 3)
+    run(optimizer, [p], 3)
     with torch.no_grad():
         write(p)
     expected = stepped_without_corrections(optimizer, p, 3)
-    train(optimizer, p, 1, first=3)
+    run(optimizer, [p], 1, start=3)
     assert torch.equal(bits_of(optimizer, p), expected)
     assert not p.isnan().any()
 
@@ -127,7 +118,7 @@ def test_mask_after_every_step_leaves_the_corrections_of_other_weights(name):
         with torch.no_grad():
             p.mul_(MASK)
         for step in range(5):
-            train(optimizer, p, 1, first=step)
+            run(optimizer, [p], 1, start=step)
             if is_masked:
                 with torch.no_grad():
                     p.mul_(MASK)
@@ -140,22 +131,21 @@ def test_mask_after_every_step_leaves_the_corrections_of_other_weights(name):
 def test_loaded_corrections_of_weights_that_have_none_do_not_count(value):
     """A checkpoint may have been saved between a script's write and the next step."""
     optimizer, p = optimizer_made("adam")
-    train(optimizer, p, 3)
+    run(optimizer, [p], 3)
     saved = optimizer.state_dict()
     saved["state"][0]["param_correction"].fill_(-100)
     with torch.no_grad():
         p.fill_(value)
     optimizer.load_state_dict(saved)
     expected = stepped_without_corrections(optimizer, p, 3)
-    train(optimizer, p, 1, first=3)
+    run(optimizer, [p], 1, start=3)
     assert torch.equal(bits_of(optimizer, p), expected)
 
 
 def test_correction_of_a_checkpoint_is_dropped_with_a_warning_where_none_is_kept(caplog):
-    p = nn.Parameter(torch.randn(SHAPE).bfloat16())
-    optimizer = optimizer_of(p, weight_correction_bits=8)
-    train(optimizer, p, 1)
-    other = optimizer_of(nn.Parameter(p.detach().clone()))
+    optimizer, p = optimizer_made("adam")
+    run(optimizer, [p], 1)
+    other = Adam8bitBlockwise([nn.Parameter(p.detach().clone())])
     with caplog.at_level("WARNING", logger="zero8"):
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert "weight_correction_bits" in caplog.text

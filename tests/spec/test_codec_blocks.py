@@ -6,14 +6,13 @@ import torch
 from adaptive_samples import near_joint
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from test_codec import bits, dithers
 
 from zero8.checkpoint.read.statistics import order_of_codes
 from zero8.spec import arithmetic as ieee
-from zero8.spec import dither
 from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS, dequantize, has_zero, quantize
 from zero8.spec.fp8 import Fp8Code
-from zero8.spec.grid import BlockGrid
 from zero8.spec.levels import NearestEntry
 from zero8.spec.log import LogCode, SignedLogCode
 
@@ -27,24 +26,6 @@ CODES = {
 }
 SIGNED, LOG = CODECS["log"].of_signed, CODECS["log"].of_unsigned
 every_code = pytest.mark.parametrize("code", CODES.values(), ids=CODES)
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.view(torch.int32)
-
-
-def dithers(numel: int) -> dict[str, torch.Tensor | None]:
-    """Nearest, the two extreme thresholds, and ordinary ones."""
-    return {
-        "nearest": None,
-        "lowest": torch.zeros(numel, dtype=torch.int64),
-        "highest": torch.full((numel,), 0xFFFF),
-        "ordinary": thresholds_for(0x2468ACE0, numel),
-    }
-
-
-def thresholds_for(phase: int, numel: int) -> torch.Tensor:
-    return dither.in_blocks(phase, 11, numel, BlockGrid(1, 2**40, 256))
 
 
 def blocks_of(length: int, num_blocks: int) -> torch.Tensor:
@@ -92,20 +73,11 @@ ADVERSARIAL = {
     "smallest normals": [TINY, -1.3 * TINY, 1.7 * TINY],
     "smallest normals and one far above": [TINY * (1 + 2.0**-23), TINY, 1.0, -3.3],
     "below the smallest scale of m": [2.0**-123, -(2.0**-119), 2.0**-120],
-    "second moments raised to the first normal level": [
-        2.0**-125,
-        0.0,
-        TINY,
-        1.5 * TINY,
-        2**-125.5,
-    ],
-    "second moments over 28 octaves": [
-        1.0,
-        2.0**-28,
-        2.0**-28 * (1 - UNIT),
-        2.0**-28 * (1 + 2 * UNIT),
-    ],
-    "second moments over 2 octaves": [1.0, 0.25, 0.25 * (1 - UNIT), 0.25 * (1 + 2 * UNIT)],
+    "raised to the first normal level": [2.0**-125, 0.0, TINY, 1.5 * TINY, 2**-125.5],
+    **{
+        f"over {octaves} octaves": [1.0, *(2.0**-octaves * (1 + k * UNIT) for k in (0, -1, 2))]
+        for octaves in (28, 2)
+    },
     "below the smallest dynamic scale": [-(2.0**-105), 2.0**-106, 1.0001 * 2.0**-105],
     "just below the smallest dynamic scale": [-(2.0**-104) * (1 - UNIT), 2.0**-106],
     "wide": [1e-38, 1e-30, -1e-20, 1e-10, 1.0, -1e10, 1e20, 1e30, 1e38],
@@ -200,7 +172,7 @@ def test_quantize_signed_log_blocks_choose_the_same_levels_again(numel, beta1):
     scalars = ADAM.scalars(1, (1.0,), {**ADAM.options, "betas": (beta1, 0.9)}, True)
     largest = torch.exp2(torch.rand(blocks, generator=torch.Generator().manual_seed(4)))
     x, block = near_joint(largest, numel, seed=numel), blocks_of(numel, blocks)
-    thresholds = thresholds_for(0x2468ACE0, x.numel())
+    thresholds = dithers(x.numel())["ordinary"]
     for settling in (None, scalars.settling):
         codes, scales = quantize(code, x, block, blocks, thresholds, settling)
         assert 0.2 < (scales < 0).float().mean() < 0.8
@@ -232,7 +204,7 @@ def test_quantize_signed_log_blocks_of_dithered_steps_are_written_as_they_are(co
 def test_quantize_block_of_zeros_has_scale_zero_and_the_zero_code(code):
     """Subnormals are zeros; the neighbouring block is not touched."""
     x = torch.tensor([0.0, -0.0, 2.0**-149, 2.0**-127, 1.0, 0.0, 2.0, 3.0])
-    codes, scales = quantize(code, x, blocks_of(4, 2), 2, thresholds_for(1, 8))
+    codes, scales = quantize(code, x, blocks_of(4, 2), 2, dithers(8)["ordinary"])
     assert not scales[0].any() and (scales[1] > 0).all()
     assert codes[:4].tolist() == [code.zero_code] * 4
     assert codes[5] == code.zero_code
@@ -304,6 +276,3 @@ def test_quantize_error_is_within_the_documented_bound(code):
                 cell = torch.where(scale < 0, 2.0 ** (4 - code.bits), 2.0 ** (3 - code.bits))
                 bound = (cell / 2 + 4 * UNIT) * (x.double().abs() + scale.abs())
         assert (error <= bound).all(), name
-
-
-# --- Blocks are independent, and scaling is exact ------------------------------------------------

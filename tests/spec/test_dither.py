@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 
-import math
-
 import pytest
 
 from zero8.spec import dither
@@ -61,19 +59,6 @@ def test_in_blocks_any_element_matches_equation_d2(grid, first, key, step):
         start = i - column + column // grid.block_size * grid.block_size
         wanted.append((((start * A + phase) % 2**32 >> 16) + (i - start) * C) % 2**16)
     assert dither.in_blocks(phase, first, 1500, grid).tolist() == wanted
-
-
-def test_hashed_bits_of_neighbours_are_independent():
-    """Each bit of 2^16 values is a fair coin, and so is its equality with the next element's.
-
-    A count over n fair coins leaves 5 standard deviations, 5 sqrt(n)/2, once in 1.7 million.
-    """
-    n = 2**16
-    values = dither.hashed(dither.phase_of(99, 1), 0, n + 1)
-    for bit in range(16):
-        x = values >> bit & 1
-        assert abs(int(x[:n].sum()) - n / 2) < 5 * math.sqrt(n) / 2
-        assert abs(int((x[:n] ^ x[1:]).sum()) - n / 2) < 5 * math.sqrt(n) / 2
 
 
 def test_identity_of_name_or_index_is_stable():

@@ -53,32 +53,16 @@ def test_fault_of_any_scale_that_is_not_finite_is_found(codec, which, value):
         assert "not finite" in fault(code, codes, damaged, blocks)
 
 
-def a_range(step):
-    def damage(code, codes, scales):
-        scales[0, 1] = step
-
-    return damage
+def put(where, place, value):
+    """Return what puts a value into codes or scales."""
+    return lambda **tensors: tensors[where].__setitem__(place, value)
 
 
-def a_scale(value):
-    def damage(code, codes, scales):
-        scales[0] = value
-
-    return damage
-
-
-def a_code(value):
-    def damage(code, codes, scales):
-        codes[1000] = value
-
-    return damage
-
-
-def negative_scales(code, codes, scales):
+def negative_scales(codes, scales):
     scales.neg_()
 
 
-def a_code_below_normal_floats(code, codes, scales):
+def a_code_below_normal_floats(codes, scales):
     small = codes[768:]
     assert small[small > 0].min() > 1
     small[-1] = 1
@@ -89,21 +73,21 @@ RANGES = [1.0, 2**20 + 0.5, 2.0**30]
 FAULTS = [
     *((codec, V, negative_scales, "negative scale") for codec in CODECS),
     ("fp8", M, negative_scales, "negative scale"),
-    *((codec, V, a_range(step), "range of codes") for codec in LOGS for step in RANGES),
+    *((name, V, put("scales", (0, 1), x), "range of codes") for name in LOGS for x in RANGES),
     *((codec, V, a_code_below_normal_floats, "smallest normal float") for codec in LOGS),
-    *((codec, M, a_scale(FLT_MAX), "largest code is not finite") for codec in LOGS),
-    ("fp8", M, a_scale(FLT_MAX / 447), "largest code is not finite"),
-    ("log", M, a_code(128), "unused: 128"),
-    ("log6", M, a_code(32), "unused: 32"),
-    *(("fp8", which, a_code(nan), "a code that is NaN") for which in MOMENTS for nan in (127, 255)),
-    ("fp8", V, a_code(129), "unused: 129"),
+    *((codec, M, put("scales", 0, FLT_MAX), "largest code is not finite") for codec in LOGS),
+    ("fp8", M, put("scales", 0, FLT_MAX / 447), "largest code is not finite"),
+    ("log", M, put("codes", 1000, 128), "unused: 128"),
+    ("log6", M, put("codes", 1000, 32), "unused: 32"),
+    *(("fp8", one, put("codes", 1000, nan), "is NaN") for one in MOMENTS for nan in (127, 255)),
+    ("fp8", V, put("codes", 1000, 129), "unused: 129"),
 ]
 
 
 @pytest.mark.parametrize(("codec", "which", "damage", "message"), FAULTS)
 def test_fault_of_what_steps_cannot_take_is_found(codec, which, damage, message):
     code, codes, scales = made(codec, which)
-    damage(code, codes, scales)
+    damage(codes=codes, scales=scales)
     assert message in fault(code, codes, scales, blocks)
 
 

@@ -30,6 +30,11 @@ def param(*shape: int, seed: int = 0, dtype: torch.dtype = FP32) -> nn.Parameter
     return nn.Parameter(torch.randn(*shape, generator=generator).to(dtype))
 
 
+def named_params(shapes: dict, dtype: torch.dtype = FP32) -> dict[str, nn.Parameter]:
+    """Return parameters by name, of these shapes."""
+    return {name: param(*s, seed=n, dtype=dtype) for n, (name, s) in enumerate(shapes.items())}
+
+
 def required_by(made) -> dict:
     """Return the keywords that an optimizer cannot be made without."""
     required = {"momentum": 0.9, "adam_params": ()}  # of parameters without names
