@@ -51,7 +51,7 @@ def parts(base: Path) -> list[Part]:
         Part("build", [*build, "Adam8bitBlockwise"], 240),
         Part("build_adamw", [*build, "AdamW"], 240),
         Part("tests", [*tests, "tests/cuda", "tests/optimizer"], 180),
-        Part("fsdp", [*tests, "tests/fsdp/test_fsdp_gpu.py"], 180),
+        Part("fsdp", [*tests, "tests/fsdp"], 180),
         Part("zero", [*tests, "tests/zero"], 300),
         Part("memcheck", [*sanitizer, "memcheck"], 90),
         Part("train", [*tests, "tests/train/test_train_gpu.py"], 240),

@@ -6,6 +6,8 @@ Of narrow rows, groups that a boundary cuts at either world size are encoded ane
 `zero8.state.narrow`, and tests/state/test_narrow.py for those.
 """
 
+from functools import cache
+
 import pytest
 import torch
 from fsdp_checkpoints import (
@@ -32,18 +34,24 @@ def slow_unless(quick: bool, *values):
 
 @pytest.fixture(scope="module")
 def saved(standing_ranks, tmp_path_factory):
-    """Return a function: of a layout and a world size, the folder and results of `save_all`."""
-    made = {}
+    """Return a function: of a layout and ranks, the folder and results of `save_all`."""
 
-    def of(layout, world_size):
-        if (layout, world_size) not in made:
-            folder = tmp_path_factory.mktemp("checkpoints")
-            arguments = {"layout": layout, "folder": folder, "steps": STEPS, "more": MORE}
-            every = standing_ranks(world_size).run(save_all, **arguments)
-            made[layout, world_size] = folder, every[0]
-        return made[layout, world_size]
+    @cache
+    def of(layout, *ranks):
+        folder = tmp_path_factory.mktemp("checkpoints")
+        arguments = {"layout": layout, "folder": folder, "steps": STEPS, "more": MORE}
+        return folder, standing_ranks(*ranks).run(save_all, **arguments)[0]
 
     return of
+
+
+def assert_goes_on(layout, mode, saved, ranks, *cutting):
+    """Check what ranks load, and what comes of it; `cutting` is as for `differing`."""
+    folder, expected = saved
+    arguments = {"layout": layout, "folder": folder, "mode": mode, "steps": STEPS, "more": MORE}
+    for got in ranks.run(resume, **arguments):
+        for ours, theirs in zip(got, expected, strict=True):
+            assert differing(ours, theirs, *cutting) == []
 
 
 @pytest.mark.parametrize(
@@ -68,12 +76,19 @@ def saved(standing_ranks, tmp_path_factory):
 def test_fsdp2_checkpoint_loads_and_goes_on_with_the_same_bits(
     layout, before, after, mode, saved, standing_ranks
 ):
-    folder, expected = saved(layout, before)
-    arguments = {"layout": layout, "folder": folder, "mode": mode, "steps": STEPS, "more": MORE}
-    for got in standing_ranks(after).run(resume, **arguments):
-        for ours, theirs in zip(got, expected, strict=True):
-            cutting = () if before == after else (before, after)
-            assert differing(ours, theirs, *cutting) == []
+    cutting = () if before == after else (before, after)
+    assert_goes_on(layout, mode, saved(layout, before), standing_ranks(after), *cutting)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", ["corrected", "offload"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_fsdp2_checkpoint_of_a_gpu_loads_on_both_devices_and_goes_on_with_the_same_bits(
+    device, layout, mode, saved, standing_ranks
+):
+    assert_goes_on(layout, mode, saved(layout, 1, "cuda"), standing_ranks(1, device))
 
 
 # --- Other forms ----------------------------------------------------------------------------------
@@ -96,10 +111,7 @@ def carried(standing_ranks, tmp_path):
 
 @pytest.mark.parametrize(
     ("mode", "form"),
-    [
-        *(by_mode(mode, "fp32") for mode in MODES if mode != "flattened"),
-        by_mode("full", "8bit"),
-    ],
+    [*(by_mode(mode, "fp32") for mode in MODES if mode != "flattened"), by_mode("full", "8bit")],
 )
 def test_fsdp2_checkpoint_of_adamw_loads_within_half_a_code(mode, form, carried):
     """Half a code: of m 1/16 of an octave, 3.1 % of it, of v 28 octaves in 254, 3.9 % at most."""

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps under FSDP2 have the bits of one process on plain tensors."""
+"""Steps under FSDP2 have the bits of one process on plain tensors, also those on GPUs.
+
+Parameters are there or in page-locked memory.
+"""
 
 import pytest
+import torch
 from fsdp_worker import LAYOUTS, accumulated, clipped, differing, trained
 
 CASES = [
@@ -13,16 +17,22 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("layout", "size", "steps", "way"),
-    [
-        pytest.param(*case, marks=[pytest.mark.slow] * (case[1] == 3 and case[0] != "corrected"))
-        for case in CASES
-    ],
-)
-def test_fsdp2_step_has_the_bits_of_one_process(layout, size, steps, way, standing_ranks):
+GPU = pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+ROWS = [
+    pytest.param(*case, "cpu", marks=[pytest.mark.slow] * (case[1] == 3 and case[0] != "corrected"))
+    for case in CASES
+] + [
+    pytest.param(layout, size, 4, way, "cuda", marks=GPU)
+    for layout in LAYOUTS
+    for way in ("after the backward", "in the backward")
+    for size in sorted({1, max(1, torch.cuda.device_count())})
+]
+
+
+@pytest.mark.parametrize(("layout", "size", "steps", "way", "device"), ROWS)
+def test_fsdp2_step_has_the_bits_of_one_process(layout, size, steps, way, device, standing_ranks):
     expected = trained(layout, steps, "alone")
-    for got in standing_ranks(size).run(trained, layout=layout, steps=steps, way=way):
+    for got in standing_ranks(size, device).run(trained, layout=layout, steps=steps, way=way):
         assert differing(got, expected, *[size] * (way != "DDP")) == []
 
 

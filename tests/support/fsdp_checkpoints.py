@@ -13,7 +13,6 @@ from fsdp_worker import (
     results,
     run,
     sharded,
-    start,
     whole,
 )
 from ranks import error_of
@@ -27,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from zero8 import Adam8bitBlockwise
+import zero8
 
 MODES = {
     "sharded": {},
@@ -102,11 +101,8 @@ def adam_of(kind: str, model: nn.Module, **keywords) -> torch.optim.Optimizer:
 
 def moments(model: nn.Module, optimizer) -> dict[str, dict]:
     """Return by parameter step, and both moments in float32, whole."""
-    states = optimizer.state_dict()["state"]
-    if isinstance(optimizer, Adam8bitBlockwise):
-        before, optimizer.state_dict_format = optimizer.state_dict_format, "fp32"
-        states = optimizer.state_dict()["state"]
-        optimizer.state_dict_format = before
+    is_ours = isinstance(optimizer, zero8.Adam8bitBlockwise)
+    states = (zero8.export(optimizer) if is_ours else optimizer.state_dict())["state"]
     names = [name for name, _ in model.named_parameters()]
     keys = ("step", "exp_avg", "exp_avg_sq")
     return {name: {k: whole(states[n][k]) for k in keys} for n, name in enumerate(names)}
@@ -114,7 +110,6 @@ def moments(model: nn.Module, optimizer) -> dict[str, dict]:
 
 def carry(mode: str, first: str, second: str, folder: Path) -> tuple:
     """Train one optimizer, and load its checkpoint into another."""
-    start()
     model = sharded(LAYOUTS["float32"])
     optimizer = adam_of(first, model)
     run(model, optimizer, 0, 3)
@@ -131,15 +126,13 @@ def assigned(folder: Path) -> tuple[list[dict], tuple[dict, dict]]:
     """Assign moments, as DTensors and as local tensors, and keep entries of other code."""
     pairs = [made("float32", 2) for _ in range(3)]
     (model, optimizer), (_, twin), (other_model, other) = pairs
-    twin.state_dict_format = "fp32"
-    saved = twin.state_dict()
+    saved = zero8.export(twin)
     for number, p in enumerate(model.parameters()):
         values = torch.full_like(p.detach(), 0.5)
         saved["state"][number] |= {"exp_avg": values, "exp_avg_sq": values}
         given = values.to_local() if number % 2 else values
         optimizer.state[p].update(exp_avg=given.clone(), exp_avg_sq=given.clone())
     twin.load_state_dict(saved)
-    twin.state_dict_format = "8bit"
     for pair in pairs[:2]:
         run(*pair, 2, 3)
     for one, its in (pairs[0], pairs[2]):
@@ -187,10 +180,6 @@ def load_plain(path: Path) -> dict:
         dcp.load(content, checkpoint_id=path)
     else:
         content = torch.load(path, weights_only=True)
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=content["model"],
-        optim_state_dict=content["optimizer"],
-    )
+    parts = {"model_state_dict": content["model"], "optim_state_dict": content["optimizer"]}
+    set_state_dict(model, optimizer, **parts)
     return results(model, optimizer)

@@ -22,6 +22,7 @@ from ranks import error_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import zero8
 from zero8 import Adam8bitBlockwise
 
 # A cut inside of a block, on both ranks or on the second alone; narrow rows, whose blocks are of
@@ -132,26 +133,6 @@ def assigned_a_fault(name: str, is_whole_state: bool) -> dict:
     }
 
 
-def _without_scales(state: dict) -> None:
-    del state["exp_avg_scale"]
-
-
-def _replicated(state: dict) -> None:
-    codes = state["exp_avg_q8"]
-    state["exp_avg_q8"] = distribute_tensor(
-        torch.zeros(codes.shape, dtype=codes.dtype),
-        codes.device_mesh,
-        [Replicate()],
-        src_data_rank=None,
-    )
-
-
-BREAKAGES = {
-    "without scales": _without_scales,
-    "replicated": _replicated,
-}
-
-
 def loaded_broken(breakage: str) -> dict:
     """Return what happens where the state that is loaded does not fit on the first rank alone."""
     case = NONFINITE
@@ -164,11 +145,14 @@ def loaded_broken(breakage: str) -> dict:
         if breakage == "of another step":  # each rank may have a disk of its own
             broken = copy.deepcopy(optimizer.state_dict())
         elif breakage == "of AdamW":
-            optimizer.state_dict_format = "fp32"
-            broken["state"] = copy.deepcopy(optimizer.state_dict()["state"])
-            optimizer.state_dict_format = "8bit"
+            broken["state"] = copy.deepcopy(zero8.export(optimizer)["state"])
+        elif breakage == "without scales":
+            del broken["state"][1]["exp_avg_scale"]
         else:
-            BREAKAGES[breakage](broken["state"][1])
+            codes = broken["state"][1]["exp_avg_q8"]
+            codes = torch.zeros(codes.shape, dtype=codes.dtype)
+            codes = distribute_tensor(codes, mesh, [Replicate()], src_data_rank=None)
+            broken["state"][1]["exp_avg_q8"] = codes
     elif breakage == "of AdamW":
         broken["state"] = copy.deepcopy(optimizer.state_dict()["state"])
     before = copy.deepcopy((held(params, optimizer), settings_of(optimizer)))

@@ -167,7 +167,7 @@ def trained(layout: str, steps: int, way: str = "after the backward") -> dict[st
         run(model, optimizer, 0, steps)
         return results(model, optimizer)
     if way == "DDP":
-        start()
+        join_ranks()
     elif way != "alone":
         model = sharded(of, model)
     optimizer = optimizer_of(model, of)

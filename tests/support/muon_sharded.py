@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+import zero8
 from examples.gpt.engines import join_ranks
 
 
@@ -40,9 +41,7 @@ def run(model, optimizer, begin: int, end: int, late: str = "") -> None:
 
 def results(model, optimizer) -> dict[str, dict]:
     """Return by parameter its values and its moments in float32, whole."""
-    before, optimizer.state_dict_format = optimizer.state_dict_format, "fp32"
-    states = optimizer.state_dict()["state"]
-    optimizer.state_dict_format = before
+    states = zero8.export(optimizer)["state"]
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
     values = dict(model.named_parameters())
     found = {}
