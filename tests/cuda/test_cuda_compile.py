@@ -98,27 +98,14 @@ def cache(tmp_path, monkeypatch):
     cuda_compile.machine_code.cache_clear()
 
 
-def compile_at_once(monkeypatch):
-    """Let NVRTC, which compiles for twenty seconds, return another code."""
-    quick = cuda_compile.compiler("nvrtc")._replace(compile=lambda architecture: b"\x7fELF, quick")
-    monkeypatch.setattr(cuda_compile, "_nvrtc", lambda: quick)
-
-
-def names_in(code: bytes) -> set[bytes]:
-    """Return the symbols of an ELF file of kernels."""
-    return set(re.findall(rb"\0(zero8_step_\w+)(?=\0)", code))
-
-
-@pytest.mark.parametrize(
-    ("backend", "need"),
-    [("nvcc", need_nvcc), ("nvrtc", need_nvrtc)],
-)
+@pytest.mark.parametrize(("backend", "need"), [("nvcc", need_nvcc), ("nvrtc", need_nvrtc)])
 @pytest.mark.slow
 def test_cuda_both_backends_compile_the_same_source_for_the_device(cache, backend, need):
     need()
     code = cuda_compile.machine_code(90, backend)
     assert code.startswith(b"\x7fELF")
-    assert names_in(code) == {kernel_of(one).encode() for one in ALGORITHMS}
+    symbols = set(re.findall(rb"\0(zero8_step_\w+)(?=\0)", code))
+    assert symbols == {kernel_of(one).encode() for one in ALGORITHMS}
     (path,) = cache.glob(f"zero8_cuda/step_sm_90_*_{backend}_*.cubin")
     assert path.read_bytes() == code
     assert path.stat().st_mode & 0o777 == 0o644  # another user's processes load it
@@ -126,8 +113,10 @@ def test_cuda_both_backends_compile_the_same_source_for_the_device(cache, backen
 
 def test_cuda_code_of_the_cache_is_used_until_sources_change(cache, monkeypatch, tmp_path):
     need_nvrtc()
+    # NVRTC itself compiles for twenty seconds.
+    quick = cuda_compile.compiler("nvrtc")._replace(compile=lambda architecture: b"\x7fELF, quick")
     with monkeypatch.context() as patch:
-        compile_at_once(patch)
+        patch.setattr(cuda_compile, "_nvrtc", lambda: quick)
         code = cuda_compile.machine_code(90, "nvrtc")
     cuda_compile.machine_code.cache_clear()
     wrong = tmp_path / "step.cu"

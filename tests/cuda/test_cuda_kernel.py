@@ -28,6 +28,7 @@ from segments import (
     factors,
     gradient,
     make,
+    mapped,
     scalars_at,
     set_phases,
     tensors,
@@ -35,7 +36,7 @@ from segments import (
 
 from zero8.op.cuda import Launch
 from zero8.spec import arithmetic as ieee
-from zero8.spec.segment import Moment, Segment
+from zero8.spec.segment import Segment
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -72,18 +73,18 @@ def advance(segments: list[Segment], mine: list[Segment], hyper: dict, count: in
         yield step
 
 
-def assert_follows_cpu(host: Host, segments: list[Segment], hyper: dict, count=3, **options):
+def assert_follows_cpu(host_kernel: Host, segments: list[Segment], hyper: dict, count=3, **options):
     mine = [copied(segment) for segment in segments]
     for step in advance(segments, mine, hyper, count):
         wanted = kernel_steps.step(segments)
-        got = host.step(mine, backwards=step % 2 == 0, **options)
+        got = host_kernel.step(mine, backwards=step % 2 == 0, **options)
         for number, pair in enumerate(zip(mine, segments, strict=True)):
             assert_same(*pair, f"step {step}, segment {number}")
         assert got == wanted
 
 
 @pytest.mark.parametrize("grid", [1, 2, 7, 10_000])
-def test_cuda_step_one_launch_over_all_kinds_does_not_depend_on_the_grid(host, grid):
+def test_cuda_step_one_launch_over_all_kinds_does_not_depend_on_the_grid(host_kernel, grid):
     """Segments of all codecs, dtypes and block sizes: teams of the largest serve them all."""
     segments = [
         make(codec, place, scalars_at(1, L2), *dtypes)
@@ -93,7 +94,7 @@ def test_cuda_step_one_launch_over_all_kinds_does_not_depend_on_the_grid(host, g
             places(block_size), list(DTYPES.values())[number:] + list(DTYPES.values()), strict=False
         )
     ]
-    assert_follows_cpu(host, segments, L2, count=2, grid=grid)
+    assert_follows_cpu(host_kernel, segments, L2, count=2, grid=grid)
 
 
 def at_the_end(x: torch.Tensor) -> torch.Tensor:
@@ -117,31 +118,22 @@ def step_at_the_end_of_memory(folder: str) -> None:
                 place = Place((3, 300), 256, 0, numel)
                 segment = make(codec, place, scalars_at(1, ADAMW), *dtypes)
                 segment.grad.copy_(gradient(0, numel, seed=numel))
-                moments = [
-                    Moment(
-                        at_the_end(moment.values),
-                        None if codec is None else at_the_end(moment.scales),
-                        moment.phase,
-                    )
-                    for moment in segment.moments
-                ]
-                ends = {name: at_the_end(getattr(segment, name)) for name in ("param", "grad")}
-                mine = replace(segment, **ends, moments=moments)
+                mine = mapped(segment, lambda _, x: at_the_end(x))
                 kernel_steps.step([segment])
                 host.step([mine])
                 assert_same(mine, segment, f"{codec}, {dtypes}, {numel} elements")
     print("stepped")
 
 
-def test_cuda_step_reads_nothing_beyond_its_segment(forks, host):
+def test_cuda_step_reads_nothing_beyond_its_segment(forks, host_kernel):
     """In a process of its own, which ends if it does."""
-    folder = str(host.path.parent)  # where it is compiled already
+    folder = str(host_kernel.path.parent)  # where it is compiled already
     code = f"import test_cuda_kernel; test_cuda_kernel.step_at_the_end_of_memory({folder!r})"
     done = forks.run(f"import sys; sys.path[:0] = {FOLDERS!r}; {code}")
     assert done.returncode == 0 and "stepped" in done.stdout, done.stderr
 
 
-def test_cuda_step_blocks_beyond_two_to_the_32_elements_are_stepped_like_any_others(host):
+def test_cuda_step_blocks_beyond_two_to_the_32_elements_are_stepped_like_any_others(host_kernel):
     """The last two blocks of 2^32 + 768 elements, in 43 GiB of address space."""
     rows = 2**25 + 6
     end = Place((rows, 128), 128, (rows - 2) * 128, 256)
@@ -152,7 +144,7 @@ def test_cuda_step_blocks_beyond_two_to_the_32_elements_are_stepped_like_any_oth
     assert launch.num_blocks == rows
     # As if the list began so far before its first block that two are left.
     first_blocks = np.array([2 - rows, 2], np.int64)
-    host.launch(replace(launch, num_blocks=2), first_blocks=first_blocks.ctypes.data)
+    host_kernel.launch(replace(launch, num_blocks=2), first_blocks=first_blocks.ctypes.data)
     kernel_steps.step([near])
     for name, value in tensors(near).items():
         assert torch.equal(tensors(far)[name][-len(value) :], value), name
@@ -168,23 +160,23 @@ def assert_equal_bits(got: torch.Tensor, wanted: torch.Tensor) -> None:
     assert same.all(), (got[~same][:5].tolist(), wanted[~same][:5].tolist())
 
 
-def test_cuda_arithmetic_around_the_smallest_normal_number_equals_the_definition(host):
+def test_cuda_arithmetic_around_the_smallest_normal_number_equals_the_definition(host_kernel):
     """Results within 2^-22 of 2^-126 on both sides, where it matters how they are rounded."""
     count = 200_000
     target = factors(count, 0, 1, seed=1).abs().double() * 2.0**-23 + (1 - 2.0**-22)
     target = target * 2.0**-126
     a = factors(count, -126, 2, seed=2)
     b = (target / a.double()).float()
-    assert_edge(host.operations(a, b, torch.zeros(count))[0], ieee.mul(a, b))
+    assert_edge(host_kernel.operations(a, b, torch.zeros(count))[0], ieee.mul(a, b))
     b = (a.double() / target).float()
     few = b.isfinite()
-    assert_edge(host.operations(a, b, a)[1][few], ieee.div(a, b)[few])
+    assert_edge(host_kernel.operations(a, b, a)[1][few], ieee.div(a, b)[few])
     a, b = factors(count, -50, -40, seed=3), factors(count, -50, -40, seed=4)
     c = (target - a.double() * b.double()).float()
-    assert_equal_bits(host.operations(a, b, c)[2], ieee.fma(a, b, c))
+    assert_equal_bits(host_kernel.operations(a, b, c)[2], ieee.fma(a, b, c))
     a, b = factors(count, -70, -60, seed=5), factors(count, -70, -60, seed=6)
     c = (target - a.double() * b.double()).float()
-    assert_edge(host.operations(a, b, c)[2], ieee.fma(a, b, c))
+    assert_edge(host_kernel.operations(a, b, c)[2], ieee.fma(a, b, c))
 
 
 def assert_edge(got: torch.Tensor, wanted: torch.Tensor) -> None:

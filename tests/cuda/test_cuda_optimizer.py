@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_optimizers import assert_equal
+from small_optimizers import assert_equal, named_params
 from torch import nn
 
 import zero8
@@ -22,33 +22,31 @@ FP32, BF16 = torch.float32, torch.bfloat16
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
 
 
-def made(dtype=FP32, **settings) -> tuple[list[nn.Parameter], zero8.Adam8bitBlockwise]:
-    """Matrices with ragged rows, a vector with float32 moments, and one in another order."""
-    generator = torch.Generator().manual_seed(1)
-    shapes = {"a": (64, 100), "b": (33,), "c": (70, 300)}
-    named = [
-        (name, nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
-        for name, shape in shapes.items()
-    ]
-    params = [p for _, p in named]
-    return params, zero8.Adam8bitBlockwise(named, **(HYPER | settings))
+def made(
+    dtype=FP32, device="cpu", **settings
+) -> tuple[list[nn.Parameter], zero8.Adam8bitBlockwise]:
+    """Return matrices with ragged rows, a vector with float32 moments, and their optimizer."""
+    params = named_params({"a": (64, 100), "b": (33,), "c": (70, 300)}, dtype)
+    for p in params.values():
+        p.data = p.data.to(device)
+    return list(params.values()), zero8.Adam8bitBlockwise(params.items(), **(HYPER | settings))
 
 
 def set_grads(params: list[nn.Parameter], number: int) -> None:
     """Set the gradients of a step, in the memory that gradients have already if they do."""
     generator = torch.Generator().manual_seed(100 + number)
     for p in params:
-        grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        grad = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
         p.grad = grad if p.grad is None else p.grad.copy_(grad)
 
 
 def states_of(optimizer) -> list[torch.Tensor]:
     entries = [value for state in optimizer.state.values() for value in state.values()]
-    return [torch.as_tensor(value) for value in entries]
+    return [torch.as_tensor(value).cpu() for value in entries]
 
 
 def assert_same(ours, theirs) -> None:
-    assert_equal(ours[0], theirs[0])
+    assert_equal([p.cpu() for p in ours[0]], theirs[0])
     assert_equal(states_of(ours[1]), states_of(theirs[1]))
 
 

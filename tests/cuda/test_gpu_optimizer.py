@@ -4,7 +4,8 @@
 import pytest
 import torch
 from int8_weights import int8_param
-from test_cuda_optimizer import HYPER, made, set_grads, states_of
+from small_optimizers import assert_equal
+from test_cuda_optimizer import HYPER, assert_same, made, set_grads, states_of
 from torch import nn
 
 import zero8
@@ -18,36 +19,12 @@ FP32, BF16 = torch.float32, torch.bfloat16
 INT8_SHAPES = ((130, 300), (200, 48), (3, 5000))
 
 
-def on_gpu(dtype=FP32, **settings):
-    """Return what `made` does, with the parameters on the GPU."""
-    named = [("a", 0), ("b", 1), ("c", 2)]
-    params, _ = made(dtype)
-    params = [nn.Parameter(p.detach().cuda()) for p in params]
-    named = [(name, params[place]) for name, place in named]
-    return params, zero8.Adam8bitBlockwise(named, **(HYPER | settings))
-
-
-def set_gpu_grads(params, number) -> None:
-    like = [nn.Parameter(torch.empty(p.shape, dtype=p.dtype)) for p in params]
-    set_grads(like, number)
-    for p, q in zip(params, like, strict=True):
-        p.grad = q.grad.cuda() if p.grad is None else p.grad.copy_(q.grad)
-
-
-def assert_same_as_cpu(ours, theirs) -> None:
-    params = [p.detach().cpu() for p in ours[0]]
-    for p, q in zip(params, theirs[0], strict=True):
-        assert torch.equal(p, q)
-    for x, y in zip(states_of(ours[1]), states_of(theirs[1]), strict=True):
-        assert torch.equal(x.cpu(), y)
-
-
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_gpu_optimizer_steps_equal_those_on_the_cpu_and_never_wait(codec, dtype):
-    mine, theirs = on_gpu(dtype, codec=codec), made(dtype, codec=codec)
+    mine, theirs = made(dtype, "cuda", codec=codec), made(dtype, codec=codec)
     for number in range(4):
-        set_gpu_grads(mine[0], number)
+        set_grads(mine[0], number)
         set_grads(theirs[0], number)
         theirs[1].step()
         torch.cuda.set_sync_debug_mode("default" if number == 0 else "error")
@@ -55,7 +32,7 @@ def test_gpu_optimizer_steps_equal_those_on_the_cpu_and_never_wait(codec, dtype)
             mine[1].step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert_same_as_cpu(mine, theirs)
+    assert_same(mine, theirs)
     assert {p.device.type for p in mine[0]} == {"cuda"}
 
 
@@ -76,14 +53,13 @@ def test_gpu_optimizer_steps_of_int8_weights_equal_those_on_the_cpu(rounding, dt
             optimizer.step()
     for p, q in zip(mine, theirs, strict=True):
         assert torch.equal(p.int_data.cpu(), q.int_data) and torch.equal(p.scale.cpu(), q.scale)
-    for x, y in zip(*map(states_of, both), strict=True):
-        assert torch.equal(x.cpu(), y)
+    assert_equal(*map(states_of, both))
 
 
 def test_gpu_optimizer_host_runs_ahead_of_the_gpu():
     """The GPU sleeps; the host has taken its step and been told nothing of the NaN in it."""
-    params, optimizer = on_gpu()
-    set_gpu_grads(params, 0)
+    params, optimizer = made(device="cuda")
+    set_grads(params, 0)
     for _ in range(2):  # all pinned memory has been allocated then, which may wait for the GPU
         optimizer.step()
         torch.cuda.synchronize()

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step on a GPU against the CPU's, bit for bit; with both ways to compile it."""
 
-import contextlib
-from dataclasses import replace
-
 import kernel_steps
 import pytest
 import torch
+from needs import need_nvcc, need_nvrtc
 from segments import (
     CODEC_NAMES,
     DTYPES,
@@ -21,7 +19,6 @@ from segments import (
 )
 from test_cuda_kernel import advance, places
 
-from zero8.op import cuda_compile
 from zero8.spec.segment import Segment
 
 pytestmark = [
@@ -31,53 +28,19 @@ pytestmark = [
 ADAMW = HYPERS["adamw"]
 # Teams of 8 and 16 threads (parts of a warp), of one warp, of 2, and of 16.
 BLOCK_SIZES = [64, 128, 256, 512, 4096]
-
-
-def found_backends() -> list[str]:
-    """Return what can compile here, on a machine with a GPU; at least one must."""
-    if not torch.cuda.is_available():
-        return ["nvcc", "nvrtc"]
-    found = []
-    for backend in ("nvcc", "nvrtc"):
-        with contextlib.suppress(RuntimeError):
-            found.append(cuda_compile.compiler(backend).name)
-    return found or ["auto"]
-
-
-def moved(segment: Segment, device: str) -> Segment:
-    """Return a copy on a device, as far from the start of an allocation as the original."""
-
-    def move(x):
-        if x is None:
-            return None
-        buffer = torch.empty(x.storage_offset() + x.numel(), dtype=x.dtype, device=device)
-        buffer[x.storage_offset() :] = x.flatten()
-        return buffer[x.storage_offset() :].view(x.shape)
-
-    moments = [
-        replace(moment, values=move(moment.values), scales=move(moment.scales))
-        for moment in segment.moments
-    ]
-    return replace(
-        segment,
-        param=move(segment.param),
-        grad=move(segment.grad),
-        correction=move(segment.correction),
-        weight_sums=move(segment.weight_sums),
-        moments=moments,
-    )
+BACKENDS = {"nvcc": need_nvcc, "nvrtc": need_nvrtc}
 
 
 def assert_same_numbers(got: Segment, wanted: Segment, label: str) -> None:
     """Bit for bit, but NaN is NaN: processors differ in its sign and in the bits below."""
-    got, wanted = moved(got, "cpu"), copied(wanted)
+    got, wanted = copied(got), copied(wanted)
     for segment in (got, wanted):
         segment.param[segment.param.isnan()] = torch.nan
     assert_same(got, wanted, label)
 
 
 def assert_follows_cpu(segments: list[Segment], hyper: dict, count=3, backend="auto") -> None:
-    mine = [moved(segment, "cuda") for segment in segments]
+    mine = [copied(segment, "cuda") for segment in segments]
     for step in advance(segments, mine, hyper, count):
         wanted = kernel_steps.step(segments)
         counts = kernel_steps.step_on_gpu(mine, backend)
@@ -88,8 +51,9 @@ def assert_follows_cpu(segments: list[Segment], hyper: dict, count=3, backend="a
 
 @pytest.mark.parametrize("codec", CODEC_NAMES, ids=lambda name: name or "fp32")
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-@pytest.mark.parametrize("backend", found_backends())
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_gpu_step_any_dtype_and_place_equals_the_cpu(codec, block_size, backend):
+    BACKENDS[backend]()
     segments = [
         make(codec, place, scalars_at(1, ADAMW), *dtypes)
         for place in places(block_size)
@@ -116,15 +80,15 @@ def test_gpu_step_large_segments_equal_the_cpu_and_repeat():
         make("log", place, scalars_at(1, ADAMW), dtype, dtype)
         for dtype in (torch.float32, torch.bfloat16)
     ]
-    start = [moved(segment, "cuda") for segment in segments]
+    start = [copied(segment, "cuda") for segment in segments]
     assert_follows_cpu(segments, ADAMW, count=2)
     for segment in start:
         segment.grad.copy_(gradient(0, place.numel, seed=1))
     results = []
     for _ in range(10):
-        again = [moved(segment, "cuda") for segment in start]
+        again = [copied(segment, "cuda") for segment in start]
         kernel_steps.step_on_gpu(again)
-        results.append([moved(segment, "cpu") for segment in again])
+        results.append([copied(segment) for segment in again])
     for result in results[1:]:
         for number, pair in enumerate(zip(result, results[0], strict=True)):
             assert_same(*pair, f"segment {number}")
@@ -133,18 +97,18 @@ def test_gpu_step_large_segments_equal_the_cpu_and_repeat():
 def test_gpu_step_runs_on_the_current_stream():
     """Behind work that the default stream does not wait for."""
     segment = make("log", Place((512, 4096), 256, 0, 2**21), scalars_at(1, ADAMW))
-    mine = moved(segment, "cuda")
+    mine = copied(segment, "cuda")
     grad = gradient(0, 2**21, seed=1)
     segment.grad.copy_(grad)
     kernel_steps.step([segment])
-    kernel_steps.step_on_gpu([moved(segment, "cuda")])  # compiled and loaded
+    kernel_steps.step_on_gpu([copied(segment, "cuda")])  # compiled and loaded
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(100_000_000)
         mine.grad.copy_(grad.pin_memory(), non_blocking=True)
         kernel_steps.step_on_gpu([mine])
     stream.synchronize()
-    assert_same(moved(mine, "cpu"), segment, "after the stream's work")
+    assert_same(copied(mine), segment, "after the stream's work")
 
 
 def test_gpu_step_results_around_the_smallest_normal_number_equal_the_cpu():
@@ -154,8 +118,8 @@ def test_gpu_step_results_around_the_smallest_normal_number_equal_the_cpu():
     segment = make(None, place, scalars)
     target = 1 - 2.0**-22 + factors(place.numel, 0, 1, seed=1).abs().double() * 2.0**-23
     segment.param.copy_((target * 2.0**-126 / scalars.decay).float())
-    mine = moved(segment, "cuda")
+    mine = copied(segment, "cuda")
     kernel_steps.step([segment])
     kernel_steps.step_on_gpu([mine])
     assert (segment.param == 2.0**-126).sum() > 100 and (segment.param == 0).sum() > 100
-    assert_same(moved(mine, "cpu"), segment, "smallest numbers")
+    assert_same(copied(mine), segment, "smallest numbers")

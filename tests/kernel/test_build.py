@@ -9,7 +9,6 @@ import processes
 import pytest
 import torch
 from processes import compiled, compiler_in, wait_until
-from tiny_op import SOURCE
 
 import zero8
 from zero8.deepspeed.op_builder import Zero8AdamBuilder
@@ -117,6 +116,16 @@ def test_step_without_compiler_says_what_to_install_and_changes_nothing(monkeypa
 
 # --- A tiny op -----------------------------------------------------------------------------------
 
+SOURCE = """
+#include <Python.h>
+#include "number.h"
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "tiny", nullptr, -1, nullptr};
+PyMODINIT_FUNC PyInit_zero8_kernel() {
+  PyObject* module = PyModule_Create(&definition);
+  PyModule_AddIntConstant(module, "number", NUMBER);
+  return module;
+}
+"""
 LOAD_TINY = """
 import sys
 from pathlib import Path

@@ -4,15 +4,7 @@
 import kernel_steps
 import pytest
 import torch
-from segments import (
-    CODEC_NAMES,
-    Place,
-    assert_steps_inside,
-    gradient,
-    make,
-    scalars_at,
-    set_phases,
-)
+from segments import CODEC_NAMES, Place, assert_steps_inside, gradient, make, scalars_at, set_phases
 from test_kernel import assert_follows_reference
 
 from zero8.spec import reference

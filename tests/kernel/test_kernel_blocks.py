@@ -186,11 +186,3 @@ def test_kernel_step_isa_of_the_environment_is_used_or_refused(monkeypatch):
     monkeypatch.setenv("ZERO8_ISA", "mmx")
     with pytest.raises(ValueError, match="ZERO8_ISA: got 'mmx', this processor has .*'baseline'"):
         kernel.CpuKernel()
-
-
-def test_step_scalars_are_float32_values():
-    """Kernels get float32, the reference Python floats: they have to be the same numbers."""
-    group = {**ADAM.options, **ADAMW, "lr": 1 / 3, "betas": (0.87, 0.9993)}
-    scalars = ADAM.scalars(7, (3.3,), group, True)
-    for name, value in scalars._asdict().items():
-        assert float(torch.tensor(value, dtype=FP32)) == value, name

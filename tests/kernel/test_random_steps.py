@@ -136,12 +136,8 @@ def int8_segment_of(hyper: dict, chance: random.Random) -> Segment:
 
 def prepare(segment: Segment, hyper: dict, chance: random.Random, step: int) -> None:
     """Give a segment the gradient and the settings of step number `step`."""
-    grad = gradient(
-        chance.randrange(KINDS),
-        segment.grad.numel(),
-        chance.randrange(2**32),
-        segment.grad.dtype,
-    )
+    numel, dtype = segment.grad.numel(), segment.grad.dtype
+    grad = gradient(chance.randrange(KINDS), numel, chance.randrange(2**32), dtype)
     values = segment.param if segment.row_scales is None else segment.row_scales
     for tensor in (grad, values):
         if tensor.numel() and chance.random() < 0.05:

@@ -323,9 +323,9 @@ extern "C" int cuGetErrorString(int status, const char** text) {
 
 // --- Single operations ---------------------------------------------------------------------------
 
-// Of each of `count` triples the product, the quotient, a * b + c and a, as the kernel makes them.
+// Of each of `count` triples the product, the quotient and a * b + c, as the kernel makes them.
 extern "C" void zero8_operations(const float* a, const float* b, const float* c, int64_t count,
-                                 float* product, float* quotient, float* sum, float* flushed) {
+                                 float* product, float* quotient, float* sum) {
   using Vec = zero8::cuda::Vec;
   for (int64_t i = 0; i + Vec::kLanes <= count; i += Vec::kLanes) {
     const Vec::F x = Vec::flushed(Vec::load(a + i)), y = Vec::flushed(Vec::load(b + i)),
@@ -333,6 +333,5 @@ extern "C" void zero8_operations(const float* a, const float* b, const float* c,
     Vec::store(product + i, Vec::mul(x, y));
     Vec::store(quotient + i, Vec::div(x, y));
     Vec::store(sum + i, Vec::fma(x, y, z));
-    Vec::store(flushed + i, x);
   }
 }

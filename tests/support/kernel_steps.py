@@ -51,10 +51,7 @@ def packed(segments: Sequence[Segment]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def run(
-    records: np.ndarray,
-    scalars: np.ndarray,
-    num_threads: int | None = None,
-    isa: str | None = None,
+    records: np.ndarray, scalars: np.ndarray, num_threads: int | None = None, isa: str | None = None
 ) -> None:
     """Take one step on `packed` segments, whose tensors the caller keeps alive."""
     number = kernel.isas()[isa or kernel.default_isa()]

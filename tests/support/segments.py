@@ -3,6 +3,7 @@
 
 import math
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -118,9 +119,9 @@ class Place:
         return BlockGrid.of(self.shape, self.block_size)
 
 
-def shifted(x: torch.Tensor, offset: int) -> torch.Tensor:
+def shifted(x: torch.Tensor, offset: int, device: str = "cpu") -> torch.Tensor:
     """Return a copy that starts `offset` elements after the start of an allocation."""
-    buffer = torch.empty(x.numel() + offset, dtype=x.dtype)
+    buffer = torch.empty(x.numel() + offset, dtype=x.dtype, device=device)
     buffer[offset:] = x.flatten()
     return buffer[offset:].view(x.shape)
 
@@ -204,26 +205,17 @@ def as_end_of_whole(segment: Segment) -> Segment:
 
     All but these is memory that is not there until it is written to: addresses.
     """
-    rows, row = segment.grid.num_rows, segment.grid.row_length
+    grid = segment.grid
 
-    def moved(x: torch.Tensor, size: int) -> torch.Tensor:
+    def moved(name: str, x: torch.Tensor) -> torch.Tensor:
+        size = grid.num_blocks if name.endswith("_scale") else grid.num_rows * grid.row_length
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
         whole = torch.frombuffer(mmap.mmap(-1, size * x[0].nbytes, flags), dtype=x.dtype)
         whole = whole.view(size, *x.shape[1:])
         whole[-len(x) :] = x
         return whole
 
-    blocks = segment.grid.num_blocks
-    return replace(
-        segment,
-        first=0,
-        param=moved(segment.param, rows * row),
-        grad=moved(segment.grad, rows * row),
-        moments=[
-            Moment(moved(one.values, rows * row), moved(one.scales, blocks), one.phase)
-            for one in segment.moments
-        ],
-    )
+    return replace(mapped(segment, moved), first=0)
 
 
 def tensors(segment: Segment) -> dict[str, torch.Tensor]:
@@ -251,14 +243,23 @@ def tensors_by_element(segment: Segment) -> dict[str, torch.Tensor]:
     return found
 
 
-def copied(segment: Segment) -> Segment:
-    def copy(x):
-        return None if x is None else shifted(x, x.storage_offset())
+def mapped(segment: Segment, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Segment:
+    """Return a copy in which each tensor, whose names are those of `tensors`, is changed."""
 
-    moments = [Moment(copy(m.values), copy(m.scales), m.phase) for m in segment.moments]
+    def changed(name: str, x: torch.Tensor | None):
+        return None if x is None else change(name, x)
+
+    moments = [
+        Moment(changed(name, one.values), changed(f"{name}_scale", one.scales), one.phase)
+        for name, one in zip(segment.algorithm.moment_names, segment.moments, strict=True)
+    ]
     names = ("param", "grad", "correction", "weight_sums", "copy", "row_scales")
-    own = {name: copy(getattr(segment, name)) for name in names}
+    own = {name: changed(name, getattr(segment, name)) for name in names}
     return replace(segment, **own, moments=moments)
+
+
+def copied(segment: Segment, device: str = "cpu") -> Segment:
+    return mapped(segment, lambda _, x: shifted(x, x.storage_offset(), device))
 
 
 def framed_copy(segment: Segment) -> tuple[Segment, dict[str, torch.Tensor]]:
@@ -266,18 +267,15 @@ def framed_copy(segment: Segment) -> tuple[Segment, dict[str, torch.Tensor]]:
 
     The elements around it are 77.
     """
-    framed, frames = copied(segment), {}
-    for name, value in tensors(segment).items():
-        rows = value.numel()
-        frames[name] = torch.full((rows + 200,), 77, dtype=value.dtype)
-        inner = frames[name][100 : 100 + rows].view(value.shape).copy_(value)
-        if name in ("param", "correction", "weight_sums", "copy", "row_scales"):
-            setattr(framed, name, inner)
-        elif name.endswith("_scale"):
-            moment_of(framed, name.removesuffix("_scale")).scales = inner
-        else:
-            moment_of(framed, name).values = inner
-    return framed, frames
+    frames = {}
+
+    def framed(name: str, value: torch.Tensor) -> torch.Tensor:
+        if name == "grad":
+            return shifted(value, value.storage_offset())
+        frames[name] = torch.full((value.numel() + 200,), 77, dtype=value.dtype)
+        return frames[name][100:-100].view(value.shape).copy_(value)
+
+    return mapped(segment, framed), frames
 
 
 def assert_steps_inside(segment: Segment, expected_step, step, label: str) -> None:
