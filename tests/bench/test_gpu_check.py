@@ -4,43 +4,25 @@
 import json
 import sys
 
-import pytest
 from places import ROOT, TESTS
 
 from benchmarks import gpu_check
 from benchmarks.gpu_check import FAILED, NOT_RUN, PASSED, Part
 
-GPU = "NVIDIA Made Up"
+PARTS = {
+    "print('what went wrong'); raise SystemExit(7)": FAILED,
+    "print('2 skipped')": NOT_RUN,
+    "print('well')": PASSED,
+}
 
 
-def part(name, code, limit_s=60):
-    return Part(name, [sys.executable, "-c", code], limit_s)
-
-
-GOOD = part("good", "print('well')")
-
-
-@pytest.fixture
-def check(tmp_path, monkeypatch):
-    """Return a function that runs parts and returns the exit status and the rows of the record."""
+def test_gpu_check_goes_on_after_a_failure_and_ends_with_status_1(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_check, "RUNS", tmp_path / "runs")
-
-    def run(*chosen):
-        status = gpu_check.check(chosen, tmp_path / "gpu", GPU)
-        return status, json.loads((tmp_path / "gpu.json").read_text())["parts"]
-
-    return run
-
-
-def test_gpu_check_goes_on_after_a_failure_and_ends_with_status_1(check):
-    bad = part("bad", "print('what went wrong'); raise SystemExit(7)")
-    status, rows = check(bad, part("skipped", "print('2 skipped')"), GOOD)
-    assert status == 1
-    assert [row["status"] for row in rows] == [FAILED, NOT_RUN, PASSED]
+    parts = [Part(f"part{n}", [sys.executable, "-c", code], 60) for n, code in enumerate(PARTS)]
+    assert gpu_check.check(parts, tmp_path / "gpu", "NVIDIA Made Up") == 1
+    rows = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert [row["status"] for row in rows] == list(PARTS.values())
     assert rows[0]["reason"] == "exit status 7: what went wrong"
-
-
-# --- The command ---------------------------------------------------------------------------------
 
 
 def test_gpu_check_parts_run_every_test_of_gpus():

@@ -57,13 +57,12 @@ def config_of(stage, offload, dtype, optimizer, accumulation, correction_bits=0,
 
 def held_by_engines(cases):
     """Return, by case, the bytes that this rank holds of each kind of thing after two steps."""
-    return {name: _held(config_of(*case)) for name, case in cases.items()}
-
-
-def _held(ds_config):
-    with page_locked() as memory:
-        found = _held_by_engine(ds_config, memory)
-    return {what: num_bytes for what, num_bytes in found.items() if num_bytes}
+    held = {}
+    for name, case in cases.items():
+        with page_locked() as memory:
+            found = _held_by_engine(config_of(*case), memory)
+        held[name] = {what: num_bytes for what, num_bytes in found.items() if num_bytes}
+    return held
 
 
 def _held_by_engine(ds_config, memory):
@@ -208,10 +207,7 @@ def planned(case, world_size):
 
 @pytest.mark.parametrize(
     ("world_size", "cases"),
-    [
-        (2, QUICK),
-        *(pytest.param(size, tuple(CASES), marks=pytest.mark.slow) for size in (1, 2)),
-    ],
+    [(2, QUICK), *(pytest.param(size, tuple(CASES), marks=pytest.mark.slow) for size in (1, 2))],
     ids=["2, some", "1", "2"],
 )
 def test_plan_of_deepspeed_is_within_5_percent_of_what_engines_hold(
