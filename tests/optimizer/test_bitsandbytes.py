@@ -10,20 +10,13 @@ from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS
 
 DYNAMIC = CODECS["dynamic"]
-SHAPES = {
-    "rows of blocks": (24, 512),
-    "groups of rows that are blocks": (900, 8),
-    "rows across blocks": (50, 300),
-    "groups of rows across blocks": (500, 12),
-    "small": (7, 9),
-}
-COINCIDE = [SHAPES["rows of blocks"], SHAPES["groups of rows that are blocks"]]
-DIFFER = [SHAPES["rows across blocks"], SHAPES["groups of rows across blocks"]]
+# Rows, and groups of rows, that are blocks; and that lie across them.
+COINCIDE, DIFFER = [(24, 512), (900, 8)], [(50, 300), (500, 12)]
 
 
-def their_state(shape, seed=0):
+def their_state(shape):
     """Return a state as bitsandbytes keeps it, and its moments."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     numel = torch.Size(shape).numel()
     block = torch.arange(numel) // BLOCK_SIZE
     state, moments = {"step": 17}, {}
@@ -40,18 +33,9 @@ def their_state(shape, seed=0):
     return state, moments
 
 
-def state_dict_of(states):
-    return {
-        "state": dict(enumerate(states)),
-        "param_groups": [{"params": list(range(len(states))), "lr": 1e-3, "betas": (0.9, 0.99)}],
-    }
-
-
-def loaded(state_dict, *shapes):
-    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    optimizer = Adam8bitBlockwise(params, codec="dynamic", min_8bit_size=4096)
-    optimizer.load_state_dict(from_foreign(state_dict))
-    return optimizer, params
+def state_dict_of(state):
+    group = {"params": [0], "lr": 1e-3, "betas": (0.9, 0.99)}
+    return {"state": {0: state}, "param_groups": [group]}
 
 
 def dense(optimizer, p, which):
@@ -62,7 +46,9 @@ def dense(optimizer, p, which):
 @pytest.mark.parametrize("shape", COINCIDE, ids=str)
 def test_import_where_blocks_coincide_is_verbatim(shape):
     state, moments = their_state(shape)
-    optimizer, (p,) = loaded(state_dict_of([state]), shape)
+    p = torch.nn.Parameter(torch.zeros(shape))
+    optimizer = Adam8bitBlockwise([p], codec="dynamic")
+    optimizer.load_state_dict(from_foreign(state_dict_of(state)))
     ours = optimizer.state[p]
     assert ours["step"] == 17
     for number, which in enumerate(("exp_avg", "exp_avg_sq"), 1):
@@ -101,6 +87,6 @@ def test_export_of_trained_states_is_within_half_a_code(codec, shape):
     ],
 )
 def test_import_of_another_map_or_of_tensorwise_scales_is_refused(key, value, words):
-    state, _ = their_state(SHAPES["rows of blocks"])
+    state, _ = their_state(COINCIDE[0])
     with pytest.raises(ValueError, match=words):
-        from_foreign(state_dict_of([state | {key: value}]))
+        from_foreign(state_dict_of(state | {key: value}))

@@ -24,19 +24,6 @@ def model_of(**keywords):
     return nn.Sequential(StableEmbedding(ROWS, DIM, **keywords), nn.Linear(DIM, ROWS, bias=False))
 
 
-def optimizer_of(model, optimizer_class=Adam8bitBlockwise, **keywords):
-    return optimizer_class(model.named_parameters(), **{"weight_decay": 0.0, **keywords})
-
-
-def bits_after_a_step(model, optimizer) -> dict[str, tuple[int, str]]:
-    """Return bits and reason of each parameter's moments."""
-    run(optimizer, list(model.parameters()), 1)
-    return {row.name: (row.bits, row.reason) for row in optimizer.memory_report().rows}
-
-
-FLOAT32 = 32, "in a StableEmbedding"
-
-
 # --- The layer -----------------------------------------------------------------------------------
 
 
@@ -103,15 +90,18 @@ WAYS = {
 def test_stable_embedding_has_float32_moments_however_it_came(way, optimizer_class):
     model = way()
     for settings in ({}, {"min_8bit_size": 0}):
-        optimizer = optimizer_of(model, optimizer_class, **settings)
-        found = bits_after_a_step(model, optimizer)
-        assert found.pop("0.weight") == FLOAT32
+        optimizer = optimizer_class(model.named_parameters(), **settings)
+        run(optimizer, list(model.parameters()), 1)
+        rows = optimizer.memory_report().rows
+        found = {row.name: (row.bits, row.reason) for row in rows}
+        assert found.pop("0.weight") == (32, "in a StableEmbedding")
         assert [bits for bits, _ in found.values()] == [32, 32, 8][: len(found)]
 
 
 def test_stable_embedding_whose_weight_a_framework_has_replaced_is_freed():
     model = model_of()
-    optimizer, weight = optimizer_of(model), weakref.ref(model[0].weight)
+    optimizer = Adam8bitBlockwise(model.named_parameters())
+    weight = weakref.ref(model[0].weight)
     optimizer.param_groups[0]["params"] = [torch.nn.Parameter(torch.zeros(5))]
     del model
     gc.collect()
