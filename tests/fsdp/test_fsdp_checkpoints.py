@@ -127,7 +127,7 @@ def test_fsdp2_checkpoint_of_adamw_loads_within_half_a_code(mode, form, carried)
                 )
 
 
-@pytest.mark.parametrize("mode", map(by_mode, MODES))
+@pytest.mark.parametrize("mode", [*map(by_mode, MODES)])
 def test_fsdp2_checkpoint_in_fp32_loads_into_adamw_exactly(mode, carried):
     for given, _, taken, error in carried(mode, "fp32", "AdamW"):
         assert error is None and same(taken, given)
