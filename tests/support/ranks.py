@@ -6,21 +6,19 @@ import functools
 import gc
 import importlib
 import inspect
-import json
 import os
-import select
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
 import torch
+from forks import Fork, Forks
 from places import FOLDERS
 
 FIRST_ENGINE = "deepspeed.runtime.zero.muon.muon_optimizer"
@@ -53,7 +51,8 @@ def ranks_of_sizes(
 class StandingRanks:
     """Ranks that stay and run one function after another: they start, and import, only once.
 
-    On the CPU they are forks of one process per test run, which has done the slow imports.
+    They are forks of one process per test run, which has done the slow imports; for GPUs it has
+    imported nothing, as what may start CUDA must not be forked.
 
     Args:
         world_size: number of ranks.
@@ -66,8 +65,8 @@ class StandingRanks:
         self, world_size: int, tmp_path: Path, device: str = "cpu", imports: str = FIRST_ENGINE
     ):
         self._world_size, self._tmp_path, self._device = world_size, tmp_path, device
-        self._imports = imports
-        self._processes: list[subprocess.Popen | ForkedRank] = []
+        self._imports = imports if device == "cpu" else ""
+        self._processes: list[Fork] = []
 
     def run(self, function, timeout_s: float = 180, kill: bool = False, **kwargs) -> list:
         """Return what `function(**kwargs)` returned, or passed to `report`, on each rank.
@@ -119,7 +118,7 @@ class StandingRanks:
         """End all processes and return their statuses."""
         processes, self._processes = self._processes, []
         for process in processes:
-            _kill(process)
+            process.kill()
             with suppress(BrokenPipeError):
                 process.stdin.close()
         return [process.returncode for process in processes]
@@ -130,9 +129,7 @@ class StandingRanks:
         for rank in range(self._world_size):
             env = _environment(rank, self._world_size, port, self._device)
             log = self._logs / f"rank{rank}.log"
-            is_forked = self._device == "cpu"
-            started = _server(self._imports).fork(env, log) if is_forked else _start(env, log)
-            self._processes.append(started)
+            self._processes.append(_start(env, log, self._imports))
 
 
 def run_ranks(
@@ -219,17 +216,20 @@ def _environment(rank: int, world_size: int, port: int, device: str) -> dict[str
     return env
 
 
-def _start(env: dict[str, str], log: Path) -> subprocess.Popen:
+@lru_cache(maxsize=2)
+def _server(imports: str) -> Forks:
+    # Frozen: DeepSpeed's collections, and ours, look at what came later only.
+    before = f"import ranks, {imports}, gc; gc.freeze()" if imports else ""
+    return Forks(None, before, _environment(0, 1, 0, "cpu"))
+
+
+def _start(env: dict[str, str], log: Path, imports: str) -> Fork:
     """Start a rank on the jobs (module, function, folder) that its stdin will name."""
-    with open(log, "w") as file:
-        return subprocess.Popen(
-            [sys.executable, "-c", "import ranks; ranks.serve()"],
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    jobs, stdin = os.pipe()
+    with open(jobs) as file, open(log, "w") as out:
+        rank = _server(imports).fork("import ranks; ranks.serve()", [], env, (file, out, out))
+    rank.stdin = os.fdopen(stdin, "wb")
+    return rank
 
 
 def error_of(function, *args, **kwargs) -> tuple[str, str] | None:
@@ -269,114 +269,10 @@ def _log(logs: Path, rank: int) -> str:
     return (logs / f"rank{rank}.log").read_text()[-6000:]
 
 
-def _kill(process) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-# --- Ranks that are forks ------------------------------------------------------------------------
-
-
-class RankServer:
-    """A process that forks into ranks, and says how they ended.
-
-    Args:
-        imports: a module that it imports first.
-    """
-
-    def __init__(self, imports: str):
-        """Start it; it ends with this process."""
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    f"import ranks; ranks.fork_ranks({theirs.fileno()}, {imports!r})",
-                ],
-                env=_environment(0, 1, 0, "cpu"),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # an interrupt of the tests ends the ranks first
-            )
-
-    def fork(self, env: dict[str, str], log: Path) -> "ForkedRank":
-        """Start a rank with an environment, as `_start` does."""
-        ours, stdin = os.pipe()
-        with open(log, "w") as file:
-            pid = self.answer(["fork", env], [ours, file.fileno()])
-        os.close(ours)
-        return ForkedRank(self, pid, os.fdopen(stdin, "wb"))
-
-    def answer(self, job: list, descriptors: Sequence[int] = ()) -> int:
-        """Return the answer to a job: a rank's process, or its exit status."""
-        text = json.dumps(job).encode()
-        socket.send_fds(self._socket, [len(text).to_bytes(8, "big")], descriptors)
-        self._socket.sendall(text)
-        return int(json.loads(self._socket.recv(64)))
-
-
-class ForkedRank:
-    """A rank as subprocess.Popen would present it."""
-
-    def __init__(self, server: RankServer, pid: int, stdin):
-        self.pid, self.stdin, self.returncode = pid, stdin, None
-        self._server, self._descriptor = server, os.pidfd_open(pid)
-
-    def poll(self) -> int | None:
-        """Return the exit status if it has ended."""
-        return self.wait(0)
-
-    def wait(self, seconds: float | None = None) -> int | None:
-        """Wait until it ends; return the exit status."""
-        if self.returncode is None and select.select([self._descriptor], [], [], seconds)[0]:
-            os.close(self._descriptor)
-            self.returncode = self._server.answer(["wait", self.pid])
-        return self.returncode
-
-
-@lru_cache(maxsize=2)
-def _server(imports: str) -> RankServer:
-    return RankServer(imports)
-
-
-def fork_ranks(descriptor: int, imports: str) -> None:
-    """Do the jobs of a socket until it is closed; return in no fork before `serve` does."""
-    importlib.import_module(imports)
-    gc.freeze()  # DeepSpeed's collections, and ours, then look at what came later only
-    with socket.socket(fileno=descriptor) as jobs:
-        while True:
-            size, descriptors, *_ = socket.recv_fds(jobs, 8, 2)
-            if not size:
-                return
-            what, argument = json.loads(jobs.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL))
-            if what == "wait":
-                status = os.waitstatus_to_exitcode(os.waitpid(argument, 0)[1])
-                jobs.sendall(str(status).encode())
-            elif not os.fork():
-                os.setsid()
-                jobs.sendall(str(os.getpid()).encode())
-                break
-            for one in descriptors:
-                os.close(one)
-    stdin, log = descriptors
-    for number, one in enumerate((stdin, log, log)):
-        os.dup2(one, number)
-    os.close(stdin)
-    os.close(log)
-    os.environ.clear()
-    os.environ.update(argument)
-    serve()
 
 
 def serve() -> None:
