@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs commands with a time limit for them and all their children."""
 
-import json
 import os
 import shutil
 import signal
@@ -91,17 +90,6 @@ def wait_until(condition, seconds=60):
     while not condition():
         assert time.monotonic() < deadline, "time limit"
         time.sleep(0.02)
-
-
-def outcomes_of(forks, worker, **env):
-    """Run a worker of tests/support and return {check: what went wrong, None if nothing}."""
-    path = Path(__file__).with_name(worker)
-    code = f"import runpy, sys; sys.path.insert(0, {str(path.parent)!r}); "
-    done = forks.run(
-        f"{code}runpy.run_path({str(path)!r}, run_name='__main__')", seconds=240, **env
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def python(code, seconds=120, **env):

@@ -4,11 +4,18 @@
 With `offload_states` of ZeRO 1 and 2 they stay 8-bit, and leave the GPU for good.
 """
 
-from processes import outcomes_of
+import pytest
+from ranks import run_ranks
 
 
-def test_state_on_a_gpu_has_the_bits_of_the_cpu_and_stays_there_or_leaves(forks):
-    """The pretended GPU is for a whole process, so this one must not have it."""
-    outcomes = outcomes_of(forks, "device_worker.py", DS_ACCELERATOR="cpu")
-    assert len(outcomes) == 12
-    assert {name: error for name, error in outcomes.items() if error} == {}
+def check(name, codec):
+    """Run a function of a module that pretends a GPU for its whole process."""
+    import device_worker
+
+    getattr(device_worker, name)(codec)
+
+
+@pytest.mark.parametrize("codec", ["log", "log6", "dynamic"])
+@pytest.mark.parametrize("name", ["read_and_write", "adopted", "saved_state", "offload_and_reload"])
+def test_state_on_a_gpu_has_the_bits_of_the_cpu_and_stays_there_or_leaves(name, codec, tmp_path):
+    run_ranks(check, 1, tmp_path, name=name, codec=codec)
