@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from convert_cases import converted
+from convert_worker import visit
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from fsdp_checkpoints import save
 from muon_in_zero import IN_FLOAT32, LAYOUTS, OF_DEEPSPEED, WithoutFilters, results
@@ -21,23 +22,10 @@ SOURCES = ("plain", "sharded", "zero2 offload", "zero3 offload, parts")
 RANKS = 2
 
 
-def save_zero(layout: str, folder: str) -> None:
-    engine = make_engine(LAYOUTS[layout], Known())
-    for step in range(SAVED_AFTER):
-        take_step(engine, step)
-    engine.save_checkpoint(folder)
-
-
-def load_zero(layout: str, folder: str) -> tuple[dict, dict]:
-    """Return what there is after a universal checkpoint has been loaded, and two steps later."""
-    ds_config = LAYOUTS[layout] | {"checkpoint": {"load_universal": True}}
-    engine = make_engine(ds_config, Known())
-    path, _ = engine.load_checkpoint(folder)
-    assert path is not None
-    loaded = results(engine)
-    for step in range(SAVED_AFTER, STEPS):
-        take_step(engine, step)
-    return loaded, results(engine)
+def job_of(layout: str, **options) -> dict:
+    """Return a job of `visit`, but for the steps and places."""
+    ds_config = LAYOUTS[layout] | options
+    return {"ds_config": ds_config, "grouped": False, "model": Known, "read": results}
 
 
 def save_fsdp2(folder: str) -> None:
@@ -66,7 +54,8 @@ def source_at(standing_ranks, tmp_path_factory):
         elif source == "sharded":
             standing_ranks(RANKS).run(save_fsdp2, folder=str(folder))
         else:
-            standing_ranks(RANKS).run(save_zero, layout=source, folder=str(folder / source))
+            place = {"steps": range(SAVED_AFTER), "target": folder / source}
+            standing_ranks(RANKS).run(visit, jobs=[{**job_of(source), **place}])
         return folder / source
 
     return of
@@ -110,10 +99,12 @@ def test_convert_of_muon_to_dcp_goes_on_under_fsdp2(source, source_at, tmp_path,
 def test_convert_of_muon_to_zero_goes_on(source, layout, source_at, tmp_path, standing_ranks):
     """The bound of m^2/v of AdamW's parameters is in no universal checkpoint."""
     converted(source_at(source), tmp_path / "made", "zero")
-    for loaded, stepped in standing_ranks(3).run(load_zero, layout=layout, folder=str(tmp_path)):
-        assert wrong(loaded, alone(SAVED_AFTER)) == []
+    place = {"source": tmp_path, "steps": range(SAVED_AFTER, STEPS)}
+    universal = {"checkpoint": {"load_universal": True}}
+    for (found,) in standing_ranks(3).run(visit, jobs=[{**job_of(layout, **universal), **place}]):
+        assert wrong(found["loaded"], alone(SAVED_AFTER)) == []
         expected = alone(STEPS)
-        assert wrong(stepped, {name: expected[name] for name in MATRICES}) == []
+        assert wrong(found["stepped"], {name: expected[name] for name in MATRICES}) == []
 
 
 def test_muon_of_matrices_alone_goes_to_torchs_muon_and_back(tmp_path):

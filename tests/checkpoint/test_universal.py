@@ -12,11 +12,11 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.utils import safe_get_full_optimizer_state
 from places import GOLDEN
 from universal_cuts import check_moments, convert, decoded, joined, travel
-from zero_worker import MOMENTS, Bag, config, make_engine, take_step
+from zero_worker import MOMENTS, Bag, base_optimizer
 
 from zero8.checkpoint.commands import convert as command
 from zero8.checkpoint.write.universal_writer import MODEL_FILES
-from zero8.spec.algorithms import ELEMENTWISE, algorithm_called
+from zero8.spec.algorithms import ELEMENTWISE
 
 WORLD_SIZES = (1, 2, 4, 3, 1)
 STEPS = ((0, 1), (2,), (3,), (4,), (5,))
@@ -102,8 +102,8 @@ def test_universal_checkpoints_of_bf16_keep_moments_within_half_a_code(precision
 # --- Other algorithms ----------------------------------------------------------------------------
 
 
-def moments_of(engine, algorithm: str) -> dict[str, list[torch.Tensor]]:
-    names = algorithm_called(algorithm).moment_names
+def moments_of(engine) -> dict[str, list[torch.Tensor]]:
+    names = base_optimizer(engine).algorithm.moment_names
     return {
         name: [safe_get_full_optimizer_state(p, one).view(Bag.SHAPES[name]) for one in names]
         for name, p in engine.module.named_parameters()
@@ -111,43 +111,25 @@ def moments_of(engine, algorithm: str) -> dict[str, list[torch.Tensor]]:
     }
 
 
-def config_of(stage: int, algorithm: str, **options) -> dict:
-    optimizer = algorithm_called(algorithm).class_name
-    settings = {"min_8bit_size": 1} | ({"momentum": 0.9} if algorithm == "sgd" else {})
-    return config(stage=stage, offload=None, optimizer=optimizer, **settings) | options
-
-
-def save(stage: int, algorithm: str, folder: str) -> dict:
-    engine = make_engine(config_of(stage, algorithm), Bag())
-    for step in range(2):
-        take_step(engine, step)
-    engine.save_checkpoint(folder)
-    return moments_of(engine, algorithm)
-
-
-def load(stage: int, algorithm: str, folder: str) -> dict:
-    universal = {"checkpoint": {"load_universal": True}}
-    engine = make_engine(config_of(stage, algorithm, **universal), Bag())
-    engine.load_checkpoint(folder)
-    loaded = moments_of(engine, algorithm)
-    take_step(engine, 2)
-    return loaded
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", [one.name for one in ELEMENTWISE])
+@pytest.mark.parametrize("algorithm", ELEMENTWISE, ids=lambda one: one.name)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_universal_checkpoint_of_an_algorithm_has_its_moments(
     stage, algorithm, standing_ranks, tmp_path
 ):
     """To half a code in blocks that a boundary between ranks cuts, which are encoded anew."""
-    ranks = standing_ranks(2)
-    arguments = {"stage": stage, "algorithm": algorithm}
-    saved, _ = ranks.run(save, folder=str(tmp_path / "saved"), **arguments)
+    options = {"min_8bit_size": 1} | ({"momentum": 0.9} if algorithm.name == "sgd" else {})
+    job = {"model": Bag, "grouped": False, "read": moments_of}
+
+    def visited(universal, **places):
+        ds_config = settings(stage, None, universal, optimizer=algorithm.class_name, **options)
+        return standing_ranks(2).run(visit, jobs=[{"ds_config": ds_config, **job, **places}])
+
+    (saved,), _ = visited(False, steps=(0, 1), target=tmp_path / "saved")
     command.convert(tmp_path / "saved", tmp_path / "universal", "zero")
-    for loaded in ranks.run(load, folder=str(tmp_path), **arguments):
-        for name, moments in saved.items():
-            for got, expected in zip(loaded[name], moments, strict=True):
+    for (found,) in visited(True, source=tmp_path, steps=(2,)):
+        for name, moments in saved["stepped"].items():
+            for got, expected in zip(found["loaded"][name], moments, strict=True):
                 assert (got - expected).norm() <= 0.02 * expected.norm(), name
                 assert (got == expected).float().mean() > 0.8, name
 

@@ -18,7 +18,7 @@ from needs import need_nvme
 from nests import assert_same
 from nvme_worker import make_tower, nvme_config
 from ranks import error_of, on_ranks, run_ranks
-from zero_worker import base_optimizer, config, held, make_engine, train
+from zero_worker import base_optimizer, config, held, make_engine, together, train
 
 from zero8.deepspeed import save as checkpoint_save
 from zero8.environment.agree import gathered
@@ -28,13 +28,6 @@ from zero8.files.tags import locked, seal, verify
 
 RANK = int(os.environ.get("RANK", 0))
 RANK_1 = "*pp_rank_1_*optim*"
-
-
-def together(function, *args):
-    """Call a function on rank 0 while the other waits."""
-    if RANK == 0:
-        function(*args)
-    torch.distributed.barrier()
 
 
 def flip(path):

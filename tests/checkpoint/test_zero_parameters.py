@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of ZeRO for other parameters than they have states of, and without their states."""
 
-import os
 from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 from nests import difference
 from ranks import error_of
 from universal_cuts import convert
-from zero_worker import Bag, base_optimizer, config, held, make_engine, take_step
+from zero_worker import Bag, base_optimizer, config, held, make_engine, take_step, together
 
-RANK = int(os.environ.get("RANK", 0))
 LAYOUTS = {
     "zero1": {"stage": 1},
     "zero2": {"stage": 2},
@@ -37,13 +34,6 @@ def make(layout, trained=None, order=1, **more):
         getattr(model, name).requires_grad_(is_trained)
     ds_config = config(offload=None, **LAYOUTS[layout]) | more
     return make_engine(ds_config, model, list(model.parameters())[::order])
-
-
-def together(function, *args):
-    """Call a function on rank 0 while the other waits."""
-    if RANK == 0:
-        function(*args)
-    torch.distributed.barrier()
 
 
 def strip(folder):

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model with parameters of every kind, whose gradients are the same in every framework."""
 
-import zlib
-
 import torch
 from torch import Tensor, nn
+from zero_worker import Bag, pattern
 
 from zero8 import Adam8bitBlockwise
 
@@ -27,39 +26,23 @@ GROUPS = (
 SAVED_AFTER, STEPS = 4, 7
 
 
-class Mixed(nn.Module):
-    """See SHAPES; the first has two names, and there is a buffer."""
+class Mixed(Bag):
+    """See SHAPES; the first has a second name in another module, and there is a buffer."""
+
+    SHAPES = SHAPES
 
     def __init__(self, dtype: torch.dtype = torch.float32):
         super().__init__()
-        for name, shape in SHAPES.items():
-            values = nn.Parameter(pattern(f"init {name}", shape).to(dtype))
-            self.register_parameter(name, values.requires_grad_(name != "frozen"))
-        self.head = nn.Module()
+        del self.tied
+        self.to(dtype).head = nn.Module()
         self.head.weight = self.embed
         self.register_buffer("scale", torch.full((3,), 0.5))
 
-    def forward(self, step: int) -> Tensor:
-        total = 0.0
-        for name in (*SHAPES, "embed"):  # the sum of equal ones is exact
-            if name not in ("unused", "frozen"):
-                parameter = getattr(self, name)
-                gradient = pattern(f"{name} {step}", SHAPES[name])
-                total = total + (parameter * gradient.to(parameter.dtype)).float().sum()
-        return total
-
-
-def pattern(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return numbers of 4 bits: exact in bfloat16, and so are the means of three equal ones."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    values = torch.randn(shape, generator=generator)
-    mantissa, exponent = torch.frexp(values)
-    values = torch.ldexp((mantissa * 16).round() / 16, exponent)
-    if len(shape) > 1:
-        size = torch.randint(-8, 2, shape[:1], generator=generator)
-        values *= torch.exp2(size.float()).view(-1, *[1] * (len(shape) - 1))
-        values[torch.rand(shape, generator=generator) < 0.1] = 0.0
-    return values
+    @staticmethod
+    def pattern(name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return numbers of 4 bits: exact in bfloat16, and so are the means of three equal ones."""
+        mantissa, exponent = torch.frexp(pattern(name, shape))
+        return torch.ldexp((mantissa * 16).round() / 16, exponent)
 
 
 def named_groups(model: nn.Module, only: set[str] | None = None) -> list[dict]:

@@ -4,14 +4,7 @@
 from pathlib import Path
 
 import torch
-from convert_model import (
-    SAVED_AFTER,
-    STEPS,
-    Mixed,
-    named_groups,
-    run,
-    unnamed_groups,
-)
+from convert_model import SAVED_AFTER, STEPS, Mixed, named_groups, run, unnamed_groups
 from fsdp_checkpoints import content_of
 from fsdp_worker import start, whole
 from ranks import error_of
@@ -36,27 +29,29 @@ def visit(jobs: list[dict]) -> list[dict]:
     return [visit_one(**job) for job in jobs]
 
 
-def visit_one(ds_config, source=None, tag=None, steps=(), target=None, grouped=True) -> dict:
-    """Load a checkpoint into a new engine, step, save; return what this rank held on the way."""
-    engine = engine_of(ds_config, grouped)
+def visit_one(
+    ds_config, source=None, tag=None, steps=(), target=None, grouped=True, model=Mixed, read=None
+) -> dict:
+    """Load a checkpoint into a new engine, step, save; return what is read on the way."""
+    engine, read = engine_of(ds_config, grouped, model), read or encoded
     result = {}
     if source is not None:
         path, _ = engine.load_checkpoint(str(source), tag=tag)
         assert path is not None
-        result["loaded"] = encoded(engine)
+        result["loaded"] = read(engine)
     for step in steps:
         take_step(engine, step)
-    result["stepped"] = encoded(engine)
+    result["stepped"] = read(engine)
     if target is not None:
         engine.save_checkpoint(str(target), tag="saved")
     engine.destroy()
     return result
 
 
-def engine_of(ds_config: dict, grouped: bool = True):
-    """Return a new engine over a `Mixed`, in its groups or all in one."""
-    model = Mixed()
-    return make_engine(ds_config, model, unnamed_groups(model) if grouped else None)
+def engine_of(ds_config: dict, grouped: bool = True, model: type = Mixed):
+    """Return a new engine over a model, in the groups of a `Mixed` or all in one."""
+    made = model()
+    return make_engine(ds_config, made, unnamed_groups(made) if grouped else None)
 
 
 def encoded(engine) -> dict:
@@ -94,13 +89,12 @@ def load_dcp(jobs: list[dict]) -> list[dict]:
     """Load converted checkpoints; return the whole of it then, and after more steps."""
     found = []
     for job in jobs:
-        source = job.pop("source")
-        model, optimizer = sharded(**job)
+        model, optimizer = sharded()
         with torch.no_grad():
             for p in model.parameters():
                 p.zero_()
         content = content_of(model, optimizer)
-        dcp.load(content, checkpoint_id=source)
+        dcp.load(content, checkpoint_id=job["source"])
         set_state_dict(
             model,
             optimizer,
@@ -125,6 +119,4 @@ def _whole(model, optimizer) -> dict[str, dict]:
         for which in ("exp_avg", "exp_avg_sq"):
             if number[p] in states:
                 found[name][which] = whole(states[number[p]][which])
-        if "param_correction" in optimizer.state.get(p, {}):
-            found[name]["correction"] = whole(optimizer.state[p]["param_correction"])
     return found

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model of muon_worker.py under ZeRO: its configs, and what came of its steps."""
 
-import deepspeed
 from deepspeed.utils import safe_get_full_optimizer_state
 from muon_worker import MATRICES, OPTIONS, SHAPES, Known
-from zero_worker import config
+from zero_worker import config, parameters_of
 
 MUON = {"optimizer": "Muon8bitBlockwise", **OPTIONS}
 LAYOUTS = {
@@ -39,14 +38,13 @@ class WithoutFilters(Known):
 
 def results(engine) -> dict[str, dict]:
     """Return by parameter its values and its moments in float32, whole."""
-    found = {}
+    found, values = {}, parameters_of(engine)
     for name, p in engine.module.named_parameters():
         keys = ("momentum_buffer",) if name in MATRICES else ("exp_avg", "exp_avg_sq")
         if engine.zero_optimization_stage() == 0:  # DeepSpeed does not look for states
             moments = [one.read(0, p.numel()) for one in engine.optimizer.moments(p)]
         else:
             moments = [safe_get_full_optimizer_state(p, key) for key in keys]
-        with deepspeed.zero.GatheredParameters([p] if hasattr(p, "ds_id") else []):
-            values = p.detach().clone()
-        found[name] = {"values": values, "moments": [one.view(SHAPES[name]) for one in moments]}
+        moments = [one.view(SHAPES[name]) for one in moments]
+        found[name] = {"values": values[name], "moments": moments}
     return found

@@ -3,9 +3,8 @@
 
 from contextlib import contextmanager
 
-import deepspeed
 import torch
-from zero_worker import base_optimizer, config, make_engine, moments_of, plain
+from zero_worker import base_optimizer, config, make_engine, moments_of, parameters_of, plain
 
 BF16_MASTERS = {"bf16_master_weights_and_grads": True}
 
@@ -95,10 +94,6 @@ def swapped_in(zero, number):
 
 def held_everywhere(engine):
     """Return copies of the parameters and of every sub-group's weights and state, padding aside."""
-    parameters = {}
-    for name, p in engine.module.named_parameters():
-        with deepspeed.zero.GatheredParameters([p]):
-            parameters[name] = p.detach().clone()
     zero, states = engine.optimizer, []
     for number in range(len(zero.fp16_groups)):
         with swapped_in(zero, number) as p:
@@ -110,4 +105,4 @@ def held_everywhere(engine):
                 here = slice(piece.start, piece.start + piece.numel)
                 entry["master"][here] = p.detach()[here]
             states.append(entry)
-    return {"parameters": parameters, "states": states}
+    return {"parameters": parameters_of(engine), "states": states}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 from deepspeed.moe.layer import MoE
-from zero_worker import Model, base_optimizer, config, held, make_engine
+from zero_worker import Model, base_optimizer, batch, config, held, make_engine
 
 BF16 = {"enabled": True}
 MASTERS = BF16 | {"bf16_master_weights_and_grads": True}
@@ -240,12 +240,8 @@ def decay(optimizer):
 def micro_batch(number):
     """Return tokens and targets of a micro-batch; a single rank has those of all."""
     ranks = [int(os.environ["RANK"])] if os.environ["WORLD_SIZE"] != "1" else range(RANKS)
-    tokens = []
-    for rank in ranks:
-        generator = torch.Generator().manual_seed(1000 * (7000 + number) + rank)
-        tokens.append(torch.randint(0, 60, (MICRO, 12), generator=generator))
-    tokens = torch.cat(tokens)
-    return tokens, (tokens * 7 + 3) % 67
+    parts = [batch(7000 + number, MICRO, rank) for rank in ranks]
+    return [torch.cat(part) for part in zip(*parts, strict=True)]
 
 
 def train(engine, cell, steps):

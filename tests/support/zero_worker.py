@@ -42,6 +42,18 @@ class Model(torch.nn.Module):
         return self.head(hidden)
 
 
+def pattern(name, shape):
+    """Return bfloat16 numbers in float32, of sizes that differ by row, some of them zero."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    values = torch.randn(shape, generator=generator)
+    if len(shape) > 1:
+        size = torch.randint(-12, 2, shape[:1], generator=generator)
+        values *= torch.exp2(size.float()).view(-1, *[1] * (len(shape) - 1))
+        values[torch.rand(shape, generator=generator) < 0.1] = 0.0
+        values[shape[0] // 2] = 0.0
+    return values.bfloat16().float()
+
+
 class Bag(torch.nn.Module):
     """Parameters of many shapes; the gradients depend on name and step, on nothing else.
 
@@ -60,40 +72,28 @@ class Bag(torch.nn.Module):
         "unused": (60, 70),  # never gets a gradient
         "frozen": (50, 90),  # does not want one
     }
+    pattern = staticmethod(pattern)
 
     def __init__(self):
         super().__init__()
         for name, shape in self.SHAPES.items():
-            parameter = torch.nn.Parameter(pattern(f"init {name}", shape))
+            parameter = torch.nn.Parameter(self.pattern(f"init {name}", shape))
             self.register_parameter(name, parameter.requires_grad_(name != "frozen"))
         self.tied = self.embed
 
     def forward(self, step, poison=None):
         """Return a loss whose gradient by `name` is pattern(name step); a NaN in `poison`'s."""
         total = 0.0
-        for name in (*self.SHAPES, "tied"):
+        # The tied one is used twice, with the same gradient: their sum is exact.
+        for name in (*self.SHAPES, "embed"):
             if name in ("unused", "frozen"):
                 continue
             parameter = getattr(self, name)
-            # The two uses of the tied one have the same gradient: their sum is exact.
-            seed = "embed" if name == "tied" else name
-            grad = pattern(f"{seed} {step}", self.SHAPES[seed])
+            grad = self.pattern(f"{name} {step}", self.SHAPES[name])
             if name == poison:
                 grad.view(-1)[-1] = math.nan
             total = total + (parameter * grad.to(parameter.device, parameter.dtype)).sum()
         return total
-
-
-def pattern(name, shape):
-    """Return bfloat16 numbers in float32, of sizes that differ by row, some of them zero."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    values = torch.randn(shape, generator=generator)
-    if len(shape) > 1:
-        size = torch.randint(-12, 2, shape[:1], generator=generator)
-        values *= torch.exp2(size.float()).view(-1, *[1] * (len(shape) - 1))
-        values[torch.rand(shape, generator=generator) < 0.1] = 0.0
-        values[shape[0] // 2] = 0.0
-    return values.bfloat16().float()
 
 
 def config(stage=2, offload="cpu", dtype=None, optimizer="Adam8bitBlockwise", zero=None, **params):
@@ -166,9 +166,9 @@ def pair(ds_config, model=Bag):
     return engine, other
 
 
-def batch(step, micro=4):
-    """Return tokens and targets that depend on the step and the rank."""
-    rank = int(os.environ["RANK"])
+def batch(step, micro=4, rank=None):
+    """Return tokens and targets that depend on the step and the rank, by default this one."""
+    rank = int(os.environ["RANK"]) if rank is None else rank
     generator = torch.Generator().manual_seed(1000 * step + rank)
     tokens = torch.randint(0, 60, (micro, 12), generator=generator)  # rows 60..66 are never used
     return tokens, (tokens * 7 + 3) % 67
@@ -193,6 +193,13 @@ def through_and_resumed(make, train, folder, tag="saved"):
     return through, {"losses": train(engine, True), **held(engine)}
 
 
+def together(function, *args):
+    """Call a function on rank 0 while the others wait."""
+    if torch.distributed.get_rank() == 0:
+        function(*args)
+    torch.distributed.barrier()
+
+
 def take_step(engine, *inputs):
     """Take one step and return the loss."""
     loss = engine(*inputs)
@@ -211,16 +218,20 @@ def moments_of(state):
     return [value for value in state.values() if hasattr(value, "store")]
 
 
+def parameters_of(engine):
+    """Return copies on the CPU of the parameters, whole."""
+    found = {}
+    for name, p in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([p] if hasattr(p, "ds_id") else []):
+            found[name] = p.detach().clone().cpu()
+    return found
+
+
 def held(engine):
     """Return copies on the CPU of the parameters, and of what this rank steps over with its state.
 
     Padding, which is uninitialized memory in ZeRO-3, is set to zero.
     """
-    parameters = {}
-    for name, p in engine.module.named_parameters():
-        gathered = [p] if hasattr(p, "ds_id") else []
-        with deepspeed.zero.GatheredParameters(gathered):
-            parameters[name] = p.detach().clone().cpu()
     states = []
     for p, state in base_optimizer(engine).state.items():
         entry = {key: plain(value) for key, value in state.items()}
@@ -232,7 +243,7 @@ def held(engine):
                 held_here[piece.start : piece.start + piece.numel] = True
             entry["master"][~held_here] = 0.0
         states.append(entry)
-    return {"parameters": parameters, "states": states}
+    return {"parameters": parameters_of(engine), "states": states}
 
 
 def plain(value):

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon under ZeRO: steps of one process in every stage."""
 
-import deepspeed
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from muon_in_zero import IN_FLOAT32, LAYOUTS, OF_DEEPSPEED, WithoutFilters, results
 from muon_worker import STEPS, Known, alone, wrong
-from zero_worker import base_optimizer, config, make_engine, take_step
+from zero_worker import base_optimizer, config, make_engine, parameters_of, take_step
 
 QUICK = ("no zero", "zero2 offload", "zero3 offload, parts")
 
@@ -24,18 +23,10 @@ def moved(optimizer: str, stage: int, **options) -> dict:
     engine = make_engine(ds_config, WithoutFilters())
     # Else DeepSpeed would orthogonalize in float16.
     get_accelerator().is_fp16_supported = lambda: False
-    before = values_of(engine)
+    before = parameters_of(engine)
     for step in range(STEPS):
         take_step(engine, step)
-    return {name: after - before[name] for name, after in values_of(engine).items()}
-
-
-def values_of(engine) -> dict:
-    values = {}
-    for name, p in engine.module.named_parameters():
-        with deepspeed.zero.GatheredParameters([p] if hasattr(p, "ds_id") else []):
-            values[name] = p.detach().clone()
-    return values
+    return {name: after - before[name] for name, after in parameters_of(engine).items()}
 
 
 @pytest.mark.parametrize(
