@@ -246,13 +246,7 @@ OF_COMMANDS_THAT_WRITE = [
         ("tags/t1", "tags/t2"),
     ),
     *(
-        Attack(
-            f"latest of {text!r}",
-            write("tags/latest", text),
-            PRUNE,
-            0,
-            stays=("tags/t1",),
-        )
+        Attack(f"latest of {text!r}", write("tags/latest", text), PRUNE, 0, stays=("tags/t1",))
         for text in (b"t1/", b"./t1")
     ),
     *(
@@ -267,14 +261,7 @@ OF_COMMANDS_THAT_WRITE = [
         for text in (b"\xff", b"../x", b"", b"t1\0")
     ),
     # With a manifest it would pass as complete, and prune would delete whole tags for it.
-    Attack(
-        "interrupted save",
-        INTERRUPTED,
-        SEAL,
-        2,
-        ("incomplete", "--force"),
-        ("loose/t1",),
-    ),
+    Attack("interrupted save", INTERRUPTED, SEAL, 2, ("incomplete", "--force"), ("loose/t1",)),
     Attack("interrupted save, by force", INTERRUPTED, "seal --force loose/t1", 0),
     Attack("pipe in a folder to seal", pipe("loose/t1/a_pipe"), SEAL, 2, ("a_pipe",)),
     Attack("pipe as a manifest beside", pipe(f"loose/planted/{MANIFEST}"), SEAL, 0),

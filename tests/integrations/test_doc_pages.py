@@ -161,11 +161,7 @@ SCRIPTS = {
     ),
     "SFTConfig": (
         [BEGIN, SFT],
-        [
-            "trainer.train()",
-            "optimizer = trainer.model_wrapped.optimizer.optimizer",
-            ADAPTERS,
-        ],
+        ["trainer.train()", "optimizer = trainer.model_wrapped.optimizer.optimizer", ADAPTERS],
         "",
     ),
     "Adam8bitContainer.Config": (

@@ -3,7 +3,6 @@
 
 import hf_models
 import pytest
-import torch
 
 import zero8
 from zero8.integrations import hf
@@ -56,48 +55,20 @@ KINDS = {
 }
 
 
-def test_factory_makes_the_kind_that_is_asked_for_with_what_it_takes(tmp_path):
-    args = hf_models.arguments(tmp_path)
-    make, settings = hf.optimizer(args, kind="lion")
-    assert settings == {
-        "lr": hf_models.LR,
-        "betas": hf_models.BETAS,
-        "weight_decay": hf_models.WEIGHT_DECAY,
-    }
-    made = make()(hf_models.small_llama(), **settings)
-    assert type(made) is zero8.Lion8bitBlockwise
-    assert len(made.param_groups) == 2 and made.param_groups[1]["weight_decay"] == 0.0
+def test_factory_of_an_unknown_kind_is_refused(tmp_path):
     with pytest.raises(ValueError, match="kind: got 'adamw', expected one of .*'sgd'"):
-        hf.optimizer(args, kind="adamw")
+        hf.optimizer(hf_models.arguments(tmp_path), kind="adamw")
 
 
 @pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
 def test_trainer_resumes_to_the_bits_of_a_run_that_was_not_cut_off(tmp_path, settings):
     whole = trained(tmp_path / "whole", settings=settings)
+    assert inner(whole).algorithm.name == settings.get("kind", "adam")
     trained(tmp_path / "cut", stop_after=3, settings=settings)
     resumed = trained(tmp_path / "cut", resume=tmp_path / "cut" / "checkpoint-3", settings=settings)
     assert resumed.state.global_step == 6
     assert hf_models.same_weights(whole.model, resumed.model)
     assert not hf_models.same_weights(whole.model, hf_models.small_llama())
-
-
-def distance(one, other) -> float:
-    """Return how far two trainings are apart, relative to the way from the initial weights."""
-    start = torch.nn.utils.parameters_to_vector(hf_models.small_llama().parameters()).detach()
-    a, b = (
-        torch.nn.utils.parameters_to_vector(t.model.parameters()).detach() for t in (one, other)
-    )
-    return float((a - b).norm() / (b - start).norm())
-
-
-def test_trainer_goes_on_in_8_bits_from_a_checkpoint_of_adamw(tmp_path):
-    """Three steps with moments within half a code: near, and not what a fresh start would be."""
-    fp32 = trained_by_adamw(tmp_path / "fp32")
-    ours = trained(tmp_path / "ours", resume=tmp_path / "fp32" / "checkpoint-3")
-    state = inner(ours).state[inner(ours).param_groups[0]["params"][0]]
-    assert state["step"] == 6
-    assert distance(ours, fp32) < 0.05
-    assert distance(trained(tmp_path / "fresh", stop_after=3), fp32) > 0.05
 
 
 def one_matrix():

@@ -225,11 +225,6 @@ def test_trainer_resumed_from_its_checkpoint_goes_on_with_the_same_bits(precisio
     assert len(set(made.betas)) > 1
 
 
-def test_trainer_of_float16_weights_is_refused_with_what_to_do_instead(tmp_path):
-    with pytest.raises(ValueError, match="dtype torch.float16.* keep float32 weights"):
-        fit(Model(), tmp_path, precision="16-true")
-
-
 @on_ranks(2)
 def train_under_fsdp2(folder, distributed):
     def strategy() -> strategies.ModelParallelStrategy:

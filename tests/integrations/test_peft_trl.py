@@ -70,9 +70,7 @@ def new_base(base, folder):
     return LlamaForCausalLM.from_pretrained(
         folder,
         quantization_config=BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_compute_dtype=torch.float32,
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
         ),
         device_map=None if is_deepspeed_zero3_enabled() else {"": "cpu"},
     )

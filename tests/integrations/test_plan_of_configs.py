@@ -6,13 +6,22 @@ import shlex
 
 import pytest
 from doc_blocks import is_shown
-from model_configs import LLAMA_8B
 
 from zero8 import cli
 from zero8.plan.model import Model
 
 pytestmark = pytest.mark.integrations
 
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
 QWEN3_8B = {
     "model_type": "qwen3",
     "head_dim": 128,

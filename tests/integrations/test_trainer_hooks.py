@@ -29,8 +29,6 @@ from zero8 import Adam8bitBlockwise
 pytestmark = pytest.mark.integrations
 
 EMBEDDING_LR = 3e-4
-NAMES = ("axolotl", "llamafactory", "swift", "verl", "megatron")
-"""What the programs are imported as."""
 
 
 class Made(NamedTuple):
@@ -45,12 +43,8 @@ class Made(NamedTuple):
 
 @pytest.fixture
 def program(tmp_path, monkeypatch):
-    """What the functions below take; afterwards no program is imported."""
-    before = set(sys.modules)
-    yield SimpleNamespace(folder=tmp_path, patch=monkeypatch, model=hf_models.small_llama())
-    for name in set(sys.modules) - before:
-        if name.partition(".")[0] in (*NAMES, "zero8_plugin"):
-            del sys.modules[name]
+    """What the functions below take."""
+    return SimpleNamespace(folder=tmp_path, patch=monkeypatch, model=hf_models.small_llama())
 
 
 def in_its_config(name: str) -> str:

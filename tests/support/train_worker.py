@@ -7,19 +7,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-import torch
 from places import ROOT
-from torch.distributed.tensor import DTensor
 
 from examples.gpt import __main__ as command
 from examples.gpt.__main__ import FLOAT32
-from examples.gpt.engines import FSDP2Engine, load_config, make_int8, separated
-from examples.gpt.model import GPT, GPTConfig
+from examples.gpt.engines import load_config
+from examples.gpt.model import GPTConfig
 
 # The job's configs, by engine and optimizer.
 DEEPSPEED, FSDP2 = "deepspeed", "fsdp2"
 CONFIGS = {DEEPSPEED: "zero2_offload{}.json", FSDP2: "fsdp2_offload{}.toml"}
-TOTAL_STEPS = 400
 # A quarter of the job's.
 SMALL = GPTConfig(context=32)
 DATA = str(ROOT / "zero8")
@@ -56,16 +53,3 @@ def row(
     Path(out).mkdir(parents=True, exist_ok=True)
     with small_job(model):
         return command.train(Namespace(**arguments), load_config(path, optimizer, codec))
-
-
-def loaded_int8_weights(checkpoint: str) -> dict[str, torch.Tensor]:
-    """Return the whole weights that a run goes on with, INT8 ones as their codes and scales."""
-    model = GPT(SMALL)
-    make_int8(model)
-    config = load_config(config_of(FSDP2, "Adam8bitBlockwise"), "Adam8bitBlockwise")
-    engine = FSDP2Engine(model, config, TOTAL_STEPS, Path(checkpoint))
-    parts = separated(engine.module.state_dict())
-    return {
-        name: part.full_tensor() if isinstance(part, DTensor) else part
-        for name, part in parts.items()
-    }
