@@ -6,7 +6,7 @@
 
 PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
-CXX_FILES := csrc/*.cpp csrc/*.h csrc/cuda/*.cu csrc/cuda/*.h tests/support/*.cpp tests/support/*.h
+CXX_FILES := csrc/*.cpp csrc/*.h csrc/cuda/*.cu csrc/cuda/*.h tests/support/*.cpp
 
 # .venv/.NAME says that the extra NAME of pyproject.toml is installed; `test` and `dev` have others
 # in them.
