@@ -43,6 +43,11 @@ def of_engine(engine: Any, *_: Any, **__: Any) -> object:
     return getattr(engine, "basic_optimizer", None)
 
 
+def of_argument(optimizer: object, *_: Any, **__: Any) -> object:
+    """Return the first argument, in calls of functions that take an optimizer."""
+    return optimizer
+
+
 def arguments(original: Callable, owner: object, args: tuple, kwargs: dict) -> dict[str, Any]:
     """Return the arguments of a call of a method by their names, without `self`."""
     _, *named = inspect.signature(original).bind(owner, *args, **kwargs).arguments.items()

@@ -19,7 +19,7 @@ from torch import Tensor
 from zero8.deepspeed.gradients import masters_of
 from zero8.deepspeed.moment_tensor import MomentTensor, moments_in
 from zero8.deepspeed.page_locked import page_locked_zeros
-from zero8.deepspeed.seam import BF16, STAGE3, STAGE12, seam
+from zero8.deepspeed.seam import BF16, STAGE3, STAGE12, of_argument, seam
 
 _VIEWS = "safe_get and safe_set would use stale views, or hang"
 
@@ -84,7 +84,7 @@ def _is_fresh(mapping: Any, state: dict) -> bool:
     "device",
     "pin_memory",
     "non_blocking",
-    optimizer=lambda optimizer, *_, **__: optimizer,
+    optimizer=of_argument,
 )
 def offload(
     original: Callable,
@@ -148,7 +148,7 @@ def _offload_masters(zero: Any, device: str, pin_memory: bool, non_blocking: boo
     "optimizer",
     "device",
     "non_blocking",
-    optimizer=lambda optimizer, *_, **__: optimizer,
+    optimizer=of_argument,
 )
 def reload(original: Callable, optimizer: Any, device: Any, non_blocking: bool = False) -> None:
     """Move states back."""

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from zero8.environment.page_locked import max_round_mib
+from zero8.environment.pinned_rounding import max_round_mib
 from zero8.plan.memory import Memory
 from zero8.plan.model import Model
 from zero8.plan.report import GIB, Plan, summary, text

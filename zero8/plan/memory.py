@@ -7,9 +7,9 @@ the overhead of allocators, but of that for page-locked memory.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
-from zero8.environment.page_locked import REMEDY_MIB, rounding_bytes, variable_of
+from zero8.environment.pinned_rounding import REMEDY_MIB, rounding_bytes, variable_of
 from zero8.plan.model import Model
 from zero8.plan.setup import GPU, HOME, HOST, Setup, counted
 from zero8.plan.share import Share, share_of
@@ -38,11 +38,12 @@ def rows_of(model: Model, setup: Setup) -> list[Row]:
         rows = [*_stage3(model, setup, share)]
     else:
         rows = [*_stages_0_to_2(model, setup, share)]
-    added = [sum(x) for x in zip(*(row[4:] for row in map(astuple, rows)), strict=True)]
+    fp32_added = sum(row.fp32_rounding_bytes for row in rows)
+    zero8_added = sum(row.zero8_rounding_bytes for row in rows)
     rows += [
         Row(home, "moments", share.fp32_bytes, share.zero8_bytes),
         Row(home, "corrections of bf16 weights", 0, setup.correction_bytes * share.numel),
-        Row(HOST, ROUNDING, *added),
+        Row(HOST, ROUNDING, fp32_added, zero8_added),
     ]
     return [row for row in rows if row.fp32_bytes or row.zero8_bytes]
 

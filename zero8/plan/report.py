@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
-from zero8.environment.page_locked import REMEDY_MIB, variable_of
+from zero8.environment.pinned_rounding import REMEDY_MIB, variable_of
 from zero8.plan.memory import Memory, cases_of, needs, rounding_of, rows_of, total
 from zero8.plan.model import Model
 from zero8.plan.setup import GPU, HOST, NVME, Setup, counted
