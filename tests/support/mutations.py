@@ -90,7 +90,7 @@ def load_and_step(make, chance: random.Random) -> str:
     before = contents_of(optimizer)
     try:
         optimizer.load_state_dict(state_dict)
-    except Exception as error:
+    except Exception as error:  # any but a refusal is raised again
         is_torchs = "/torch/optim/" in traceback.extract_tb(error.__traceback__)[-1].filename
         if not (is_torchs or isinstance(error, ValueError)):
             raise
@@ -283,7 +283,7 @@ def main() -> int:
         print(f"case {number}: {subject}", end=": ", flush=True)  # a process may die
         try:
             outcome = SUBJECTS[subject](random.Random(number))
-        except Exception:
+        except Exception:  # is the case's outcome; the next ones run
             outcome = traceback.format_exc()
         print(outcome)
         counts[subject, outcome] += 1
