@@ -45,7 +45,7 @@ def ranks_of_sizes(
 
     yield of
     for ranks in sets.values():
-        ranks.close()
+        ranks.close(patience_s=10)
 
 
 class StandingRanks:
@@ -114,10 +114,13 @@ class StandingRanks:
                 process.stdin.flush()
         return folder
 
-    def close(self) -> list[int]:
-        """End all processes and return their statuses."""
+    def close(self, patience_s: float = 0) -> list[int]:
+        """End all processes, idle ones by the end of their input; return their statuses."""
         processes, self._processes = self._processes, []
         for process in processes:
+            if patience_s:  # so that they write down which lines they ran
+                process.stdin.close()
+                process.wait(patience_s)
             process.kill()
             with suppress(BrokenPipeError):
                 process.stdin.close()
@@ -144,7 +147,7 @@ def run_ranks(
     try:
         return ranks.run(function, **arguments)
     finally:
-        ranks.close()
+        ranks.close(patience_s=10)
 
 
 def on_ranks(world_size: int, timeout_s: float = 180, device: str = "cpu") -> Callable:
