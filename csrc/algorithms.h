@@ -9,12 +9,29 @@
 
 namespace zero8 {
 
-enum Algorithm : int32_t { kAdam = 1, kLion = 2, kSgd = 3, kAdemamix = 4 };
+enum Algorithm : int32_t {
+  kAdam = 1,
+  kLion = 2,
+  kSgd = 3,
+  kAdemamix = 4,
+  // Not algorithms, but what convert.h does with one moment.
+  kReadSigned = 5,
+  kReadUnsigned = 6,
+  kWriteSigned = 7,
+  kWriteDithered = 8,
+  kWriteUnsigned = 9,
+};
 
 // Calls the macro X(target, algorithm) for each, in the order of their numbers, with the name of
 // the struct that has its arithmetic.
 #define ZERO8_ALGORITHMS(X, target) \
   X(target, Adam) X(target, Lion) X(target, Sgd) X(target, Ademamix)
+
+// The same of conversions: with their functions' names and numbers.
+#define ZERO8_CONVERSIONS(X, target) \
+  X(target, read, kReadSigned)       \
+  X(target, read, kReadUnsigned)     \
+  X(target, write, kWriteSigned) X(target, write, kWriteDithered) X(target, write, kWriteUnsigned)
 
 // The moments of an algorithm, in order: whether each one can be negative, and whether the dither
 // rounds its codes.
@@ -28,6 +45,11 @@ constexpr MomentsOf kMomentsOf[] = {
     {1, {true}, {true}},
     {1, {true}, {true}},
     {3, {true, true, false}, {false, true, true}},
+    {1, {true}, {false}},
+    {1, {false}, {true}},
+    {1, {true}, {false}},
+    {1, {true}, {true}},
+    {1, {false}, {true}},
 };
 constexpr int kNumAlgorithms = sizeof kMomentsOf / sizeof kMomentsOf[0];  // and one more, 0
 

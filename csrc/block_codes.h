@@ -32,44 +32,52 @@ bool decode_block(const Segment& seg, int k, const Block& b, float gain, const C
   return has_finite_scales<Code>(scales);
 }
 
-// Writes codes and scales of a moment's new values, which have zeros up to a whole vector, and may
-// be changed.  `magnitudes` are the largest, `settling` is that of (C2').
+// Writes codes and scales of the new values of moment k.  `magnitudes` are the largest.
 template <class Code>
-void encode_block(const Segment& seg, int k, const Block& b, float settling, const CodecMaps& maps,
-                  Vec::I magnitudes, float* x) {
+void encode_block(const Segment& seg, int k, const Block& b, const BlockValues& values,
+                  const CodecMaps& maps, Vec::I magnitudes) {
   const Moment& moment = seg.moments[k];
   Range range(Code::kSigned);
   if constexpr (Code::kUsesOther) {
-    for_vectors(0, b.count,
-                [&](int i, auto) ZERO8_INLINE { range.add(Code::kSigned, Vec::load(x + i)); });
+    for_vectors(0, b.count, [&](int i, auto) ZERO8_INLINE {
+      range.add(Code::kSigned, Vec::load(values.x + i));
+    });
   }
   range.high = magnitudes;
-  const typename Code::Encoder of_block(range, maps, {x, b.count, 0, b.count, settling},
+  const typename Code::Encoder of_block(range, maps, values,
                                         moment.scales + b.local * Code::kScales);
   uint8_t* codes = static_cast<uint8_t*>(moment.values) + b.begin;
   alignas(64) uint8_t bytes[kMaxBlockSize + kUnitMargin];
   if constexpr (Code::kBits != 8) codes = bytes;
-  const uint32_t q = Thresholds(seg, b, moment.phase).q;
-  with_dither<Code>(of_block, q, [&](const auto& encode, auto dither) ZERO8_INLINE {
+  const auto encode_with = [&](const auto& encode, auto dither) ZERO8_INLINE {
     dither.start(0, false);
     int i = 0;
     for (; i + kChunk <= b.count; i += kChunk) {
       Vec::I threshold[4];
       for (int n = 0; n < 4; ++n) threshold[n] = dither.next_of_two(n % 2);
-      encode_four<false>(encode, x + i, threshold, codes + i);
+      encode_four<false>(encode, values.x + i, threshold, codes + i);
     }
     for_vectors(i, b.count, [&](int n, auto lanes) ZERO8_INLINE {
-      store8(codes + n, encode_one(encode, x + n, dither.next()), lanes);
+      store8(codes + n, encode_one(encode, values.x + n, dither.next()), lanes);
     });
-  });
+  };
+  if constexpr (Code::kIsDithered) {
+    if (values.settling == kNoStep) {
+      encode_with(of_block, Constant<Code::kHalf>());
+    } else {
+      encode_with(of_block, Code::dither(Thresholds(seg, b, moment.phase).q));
+    }
+  } else {
+    with_dither<Code>(of_block, Thresholds(seg, b, moment.phase).q, encode_with);
+  }
   if constexpr (Code::kBits != 8) Units<Code>::pack_block(seg, b, codes, moment.values);
 }
 
 // The functions of one code.
 struct BlockCode {
   bool (*decode)(const Segment&, int k, const Block&, float gain, const CodecMaps&, float* x);
-  void (*encode)(const Segment&, int k, const Block&, float settling, const CodecMaps&,
-                 Vec::I magnitudes, float* x);
+  void (*encode)(const Segment&, int k, const Block&, const BlockValues&, const CodecMaps&,
+                 Vec::I magnitudes);
 };
 template <class Code>
 constexpr BlockCode kBlockCode = {decode_block<Code>, encode_block<Code>};

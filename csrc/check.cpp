@@ -60,6 +60,11 @@ std::string wrong_kind(const Segment& s, int64_t num_scalars, bool takes_int8) {
       return wrong(of_moment(k, "codec"), codec, std::to_string(first) + ", as the first has");
     }
   }
+  const bool are_codes = s.moments[0].codec != kFloat32;
+  const bool converts = takes_int8 && are_codes && s.param_dtype == kFP32 && s.grad_dtype == kFP32;
+  if (s.algorithm >= kReadSigned && !converts) {
+    return wrong("algorithm", s.algorithm, "1 to 4, or on the CPU a moment's codes and floats");
+  }
   if (s.param_dtype != kFP32 && s.param_dtype != kBF16 && !(takes_int8 && s.param_dtype == kINT8)) {
     return wrong(
         "param_dtype", s.param_dtype,

@@ -19,13 +19,13 @@
 //       Of one block, by its kScales floats.  `decode(vec, Vec::I codes)` returns a Vec::F: the
 //       values times `gain`; `vec` is a Vec or a QuickVec.
 //   Encoder(const Range&, const CodecMaps&, const BlockValues&, float* stored)
-//       Makes the scales and writes kScales floats; it may change the values.  `encode(Vec::F,
-//       Vec::I threshold)` returns a Vec::I of codes, to which `completed<kLeft>` is still to be
-//       applied: on packed bytes that is cheaper.  Its members are scalars: vectors that are kept
-//       from block to block made the step 6 % slower.
-//   dither(uint32_t q)
-//       The Dither of the thresholds, which starts with q(i, t) = q; not needed without
-//       kIsDithered.
+//       Makes the scales and writes kScales floats; without kSigned it may change the values.
+//       `encode(Vec::F, Vec::I threshold)` returns a Vec::I of codes, to which `completed<kLeft>`
+//       is still to be applied: on packed bytes that is cheaper.  Its members are scalars: vectors
+//       that are kept from block to block made the step 6 % slower.
+//   dither(uint32_t q), kHalf
+//       The Dither of the thresholds, which starts with q(i, t) = q, and the threshold that rounds
+//       to nearest; not needed without kIsDithered.
 //
 // log.h has more of each, for the step that has its codes among its own arithmetic.
 //
@@ -119,6 +119,14 @@ struct NoDither {
   ZERO8_DEVICE Vec::I next_of_two(int) { return Vec::seti(0); }
 };
 
+// The same threshold for all.
+template <uint32_t kThreshold>
+struct Constant {
+  void start(int, bool) {}
+  Vec::I next() { return Vec::seti(kThreshold); }
+  Vec::I next_of_two(int) { return Vec::seti(kThreshold); }
+};
+
 // Whether thresholds are used where the settling of a step says so, and only there: of an encoder
 // that then `is_dithered`, and has an encoder `dithered()`.
 template <class Code>
@@ -141,13 +149,18 @@ ZERO8_DEVICE ZERO8_INLINE inline void with_dither(const typename Code::Encoder& 
   }
 }
 
+// A settling so large that it holds down no code: of values that do not come from a step, which are
+// rounded to nearest (C2).
+constexpr float kNoStep = 0x1p126f;
+
 // What the codes of a block depend on besides their range.
 struct BlockValues {
-  float* x;        // up to a whole number of vectors, zeros at the end
-  int count;       // of them
-  int place;       // how many others lie before them
-  int size;        // of all together: more than `count` where others hold the rest
-  float settling;  // of (C2')
+  float* x;                         // up to a whole number of vectors, zeros at the end
+  int count;                        // of them
+  int place;                        // how many others lie before them
+  int size;                         // of all together: more than `count` where others hold the rest
+  float settling;                   // of (C2'), or kNoStep
+  bool takes_other_levels = false;  // than (C9) says, where both are possible
 };
 
 // What is left to do to a code: negate it where x is negative; make it 0 where it is negative; make

@@ -99,7 +99,8 @@ struct SignedLog {
       const float narrow = Narrow::scale(absmax), wide = Wide::scale(absmax);
       const int samples = block.size / kSampleOf * kSample +
                           (block.size % kSampleOf < kSample ? block.size % kSampleOf : kSample);
-      const bool is_wide = narrow >= kMinScale && 16 * large(block, kJoint * narrow) < 11 * samples;
+      const bool are_small = 16 * large(block, kJoint * narrow) < 11 * samples;
+      const bool is_wide = narrow >= kMinScale && are_small != block.takes_other_levels;
       const bool is_zero = absmax == 0.0f;
       *stored = is_zero ? 0.0f : is_wide ? -wide : narrow;
       const float reciprocal = is_zero ? 0.0f : 1.0f / (is_wide ? wide : narrow);
@@ -160,6 +161,7 @@ constexpr bool kMayDither<SignedLog<kCodeBits>> = true;
 template <int kCodeBits>
 struct DitheredLog : SignedLog<kCodeBits> {
   static constexpr bool kIsDithered = true;
+  static constexpr uint32_t kHalf = 0x8000;
   using Narrow = typename SignedLog<kCodeBits>::Narrow;
 
   struct Encoder {
@@ -195,6 +197,7 @@ struct Log {
   static constexpr int kScales = 2;
   static constexpr uint32_t kZeroCode = 0, kRaised = 0, kLowered = 0;
   static constexpr bool kTwosComplement = false, kUsesOther = true;
+  static constexpr uint32_t kHalf = 0x43008000;  // see dither()
   static constexpr int32_t kMinSpan = 2 << 23, kMaxSpan = 28 << 23;
   static constexpr uint32_t kNormalBits = 0x00800000, kLowestBits = kNormalBits + 16;
   static constexpr uint32_t kTop = (1u << kBits) - 1;

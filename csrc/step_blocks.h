@@ -176,7 +176,8 @@ int64_t step_floats(const Segment& seg, const StepScalars& raw, const CodecMaps&
     });
     // Last, so that the divisions of the parameters hide those of the scales.
     for (int k = 0; k < kMoments && is_coded; ++k) {
-      codes[k].encode(seg, k, b, Algorithm::settling(raw, k), maps, magnitudes[k], buffer.row(k));
+      const BlockValues values{buffer.row(k), b.count, 0, b.count, Algorithm::settling(raw, k)};
+      codes[k].encode(seg, k, b, values, maps, magnitudes[k]);
     }
   }
   return skipped;

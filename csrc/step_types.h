@@ -10,6 +10,7 @@
 
 #include "step_blocks.h"
 // In terms of what that includes:
+#include "convert.h"
 #include "int8_rows.h"
 #include "step_log.h"
 
@@ -92,8 +93,10 @@ inline void copy_params(const Segment& seg, int64_t begin, int64_t end) {
 
 // Defines the target's steps of isa.h.
 #define ZERO8_STEP_BLOCKS(target, algorithm) &target::step_blocks<target::algorithm>,
-#define ZERO8_DEFINE_STEPS(target)                            \
-  const zero8::Steps zero8::ZERO8_STEPS(target) = {           \
-      {nullptr, ZERO8_ALGORITHMS(ZERO8_STEP_BLOCKS, target)}, \
-      &target::copy_params,                                   \
+#define ZERO8_CONVERT(target, what, kind) &target::what##_blocks<target::OneMoment<zero8::kind>>,
+#define ZERO8_DEFINE_STEPS(target)                                                            \
+  const zero8::Steps zero8::ZERO8_STEPS(target) = {                                           \
+      {nullptr,                                                                               \
+       ZERO8_ALGORITHMS(ZERO8_STEP_BLOCKS, target) ZERO8_CONVERSIONS(ZERO8_CONVERT, target)}, \
+      &target::copy_params,                                                                   \
   };

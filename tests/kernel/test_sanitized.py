@@ -58,8 +58,8 @@ def run(op, *command, **environment):
 @pytest.mark.timeout(1800)
 @pytest.mark.slow
 def test_steps_and_states_that_arrive_under_the_sanitizers_touch_no_other_memory(op, tmp_path):
-    names = "test_record_check test_random_steps test_state_arrival test_zero_arrival".split()
-    files = [path for name in names for path in TESTS.rglob(f"{name}.py")]
+    names = "record_check random_steps convert state_arrival zero_arrival".split()
+    files = [path for name in names for path in TESTS.rglob(f"test_{name}.py")]
     # -s: a sanitizer ends the process, with whatever pytest has captured until then.
     options = ["-qs", "-p", "sanitized_op", "-p", "no:cacheprovider", "--rootdir", ROOT]
     options.append(f"--basetemp={tmp_path / 'b'}")

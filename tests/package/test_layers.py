@@ -12,7 +12,8 @@ PACKAGE = ROOT / "zero8"
 # new module or folder of zero8 has to be given its place here.
 LAYERS = [
     {"environment", "spec"},
-    {"files", "state", "op"},
+    {"op"},
+    {"files", "state"},
     {"deepspeed"},
     {"optimizer"},
     {"checkpoint", "autoload"},

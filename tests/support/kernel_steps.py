@@ -14,9 +14,7 @@ from zero8.op.threads import alive
 from zero8.spec.segment import Segment
 
 # The attributes of segments that records have as they are.
-WRITTEN = (
-    "param grad algorithm moments codec grid first rounding correction weight_sums row_scales"
-).split()
+WRITTEN = ("param grad moments codec grid first rounding correction weight_sums row_scales").split()
 
 
 def step(
@@ -39,7 +37,8 @@ def packed(segments: Sequence[Segment]) -> tuple[np.ndarray, np.ndarray]:
     records = np.zeros(len(segments), SEGMENT)
     distinct = {scalars: n for n, scalars in enumerate({one.scalars: 0 for one in segments})}
     for record, segment in zip(records, segments, strict=True):
-        kernel.write_record(record, **{name: getattr(segment, name) for name in WRITTEN})
+        attributes = {name: getattr(segment, name) for name in WRITTEN}
+        kernel.write_record(record, algorithm=segment.algorithm.kernel.number, **attributes)
         record["scalars"] = distinct[segment.scalars]
         phases = [moment.phase for moment in segment.moments]
         record["moments"]["phase"][: len(phases)] = phases

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from functools import lru_cache
 from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,9 +16,16 @@ from torch import Tensor
 from zero8.environment.versions import TESTED
 from zero8.op import build
 from zero8.op.codec_maps import codec_maps
-from zero8.op.structs import DTYPE_NUMBERS, FLOAT32_MOMENTS, MOST_SCALARS, SCALARS, TENSOR
+from zero8.op.structs import (
+    DTYPE_NUMBERS,
+    FLOAT32_MOMENTS,
+    MOST_SCALARS,
+    SCALARS,
+    SEGMENT,
+    TENSOR,
+)
 from zero8.op.threads import alive, host_share
-from zero8.spec.algorithm import Algorithm, Scalars
+from zero8.spec.algorithm import MomentRule, Scalars
 from zero8.spec.arithmetic import SMALLEST_NORMAL
 from zero8.spec.codec import Codec
 from zero8.spec.grid import BlockGrid
@@ -77,7 +85,7 @@ def write_record(
     *,
     param: Tensor,
     grad: Tensor,
-    algorithm: Algorithm,
+    algorithm: int,
     moments: Sequence[Moment],
     codec: Codec | None,
     grid: BlockGrid,
@@ -89,7 +97,8 @@ def write_record(
 ) -> None:
     """Write the `SEGMENT` of one piece of a parameter, but for scalars, phases and copies.
 
-    The arguments are attributes of `zero8.spec.segment.Segment`.  Tensors are contiguous, on the
+    The arguments are attributes of `zero8.spec.segment.Segment`, and the number of its algorithm in
+    `csrc/algorithms.h`.  Tensors are contiguous, on the
     kernel's device, and of a size that fits `param`.
     """
     record["param"], record["grad"] = param.data_ptr(), grad.data_ptr()
@@ -104,7 +113,7 @@ def write_record(
     record["numel"], record["first"] = param.numel(), first
     record["row_length"], record["block_size"] = grid.row_length, grid.block_size
     record["own_row_length"] = grid.code_row_length
-    record["algorithm"], record["rounding"] = algorithm.kernel.number, rounding
+    record["algorithm"], record["rounding"] = algorithm, rounding
     record["param_dtype"] = DTYPE_NUMBERS[param.dtype]
     record["grad_dtype"] = DTYPE_NUMBERS[grad.dtype]
     if row_scales is not None:
@@ -165,6 +174,50 @@ class CpuKernel:
         self._step(records, scalars, self._maps, self._threads, self._isa)
         counts = records["nonfinite_blocks"]
         return BlockCounts(counts.copy()) if counts.any() else None
+
+
+class CodedMoment(NamedTuple):
+    """Elements of a moment in host memory that are whole blocks, or a shard's parts of blocks."""
+
+    rule: MomentRule
+    codes: Tensor
+    scales: Tensor
+    codec: Codec
+    grid: BlockGrid
+    first: int  # as in `zero8.spec.segment.Segment`
+
+
+_READ = {True: 5, False: 6}  # numbers in csrc/algorithms.h, by whether the moment is signed
+_WRITE = {(True, False): 7, (True, True): 8, (False, True): 9}  # and whether it is dithered
+
+
+def read_moment(coded: CodedMoment, values: Tensor) -> None:
+    """Decode into float32 values as `dequantize` does; to NaN where scales are not finite."""
+    _convert(coded, values, _READ[coded.rule.is_signed])
+
+
+def write_moment(coded: CodedMoment, values: Tensor) -> None:
+    """Encode float32 values as `quantize` does without a step.
+
+    Blocks with a value that the moment cannot have get scales of NaN.
+    """
+    _convert(coded, values, _WRITE[coded.rule.is_signed, coded.rule.is_dithered])
+
+
+def _convert(coded: CodedMoment, values: Tensor, number: int) -> None:
+    records = np.zeros(1, SEGMENT)
+    write_record(
+        records[0],
+        param=values,
+        grad=values,
+        algorithm=number,
+        moments=[Moment(coded.codes, coded.scales)],
+        codec=coded.codec,
+        grid=coded.grid,
+        first=coded.first,
+        rounding=Rounding.NEAREST,
+    )
+    CpuKernel().step(records, np.zeros(1, SCALARS))
 
 
 def fill(

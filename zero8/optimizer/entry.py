@@ -144,7 +144,7 @@ def prepared(kind: StateKind, row: Row, info: ParamInfo, weight_sums: WeightSums
             records[number],
             param=param,
             grad=grads.narrow(0, *whole),
-            algorithm=settings.algorithm,
+            algorithm=settings.algorithm.kernel.number,
             moments=[store.piece(number) for store in stores],
             codec=stores[0].codec if piece.is_quantized else None,
             grid=piece.grid,

@@ -11,6 +11,8 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from zero8.op import kernel
+from zero8.op.kernel import CodedMoment
 from zero8.spec.algorithm import MomentRule
 from zero8.spec.buffers import check_buffer
 from zero8.spec.codec import Codec, MomentCode, dequantize, quantize
@@ -21,7 +23,7 @@ from zero8.spec.segment import Moment
 from zero8.state.table import Piece, PieceTable
 
 CHUNK_NUMEL = 1 << 22
-"""About how many elements are encoded or decoded at once, with temporaries of 110 bytes each."""
+"""About how many elements are encoded or decoded at once; on a GPU with 110 bytes each besides."""
 
 HUGE_PAGE_BYTES = 2 * 2**20
 _MADV_HUGEPAGE = 14  # linux/mman.h
@@ -234,39 +236,60 @@ class MomentStore:
         wide_end = min(start_of(highest + 1) - piece.first, piece.numel)
         return wide_begin, wide_end, lowest - base, highest - lowest + 1
 
+    def _coded(self, number: int, begin: int, end: int) -> CodedMoment:
+        """Return the codes and scales of elements of a quantized piece, widened to whole blocks."""
+        assert self.codec is not None, "float32 moments have no code"
+        begin, end, *blocks = self._blocks(number, begin, end)
+        piece, moment = self.table.pieces[number], self.piece(number)
+        assert moment.scales is not None, "a piece with codes has scales"
+        codes, scales = moment.values[self.bytes_of(number, begin, end)], moment.scales
+        place = self.codec, piece.grid, piece.first + begin
+        return CodedMoment(self.rule, codes, scales.narrow(0, *blocks), *place)
+
     def _decoded(self, number: int, begin: int, end: int) -> Tensor:
-        moment = self.piece(number)
-        if moment.scales is None:
-            return moment.values[begin:end]
-        piece = self.table.pieces[number]
-        wide_begin, wide_end, first_block, count = self._blocks(number, begin, end)
-        block, _ = piece.grid.block_numbers(
-            piece.first + wide_begin, wide_end - wide_begin, self.codes.device
-        )
-        scales = moment.scales.narrow(0, first_block, count)
-        codes = self.codes_of(number, wide_begin, wide_end)
-        return dequantize(self.code, codes, scales, block)[begin - wide_begin : end - wide_begin]
+        if not self.table.pieces[number].is_quantized:
+            return self.piece(number).values[begin:end]
+        wide_begin, wide_end, *_ = self._blocks(number, begin, end)
+        read = kernel.read_moment if self.codes.device.type == "cpu" else _dequantized
+        x = torch.empty(wide_end - wide_begin, device=self.codes.device)
+        read(self._coded(number, begin, end), x)
+        return x[begin - wide_begin : end - wide_begin]
 
     def _encode(self, number: int, begin: int, new: Tensor) -> None:
-        moment = self.piece(number)
         end = begin + new.numel()
-        if moment.scales is None:
-            moment.values[begin:end] = new
+        if not self.table.pieces[number].is_quantized:
+            self.piece(number).values[begin:end] = new
             return
-        piece = self.table.pieces[number]
-        wide_begin, wide_end, first_block, count = self._blocks(number, begin, end)
-        x = self._decoded(number, wide_begin, wide_end)
-        x[begin - wide_begin : end - wide_begin] = new
-        block, _ = piece.grid.block_numbers(piece.first + wide_begin, x.numel(), x.device)
-        is_fault = ~x.isfinite() if self.rule.is_signed else ~(x.isfinite() & (x >= 0))
-        faulty = torch.zeros(count, dtype=torch.bool, device=x.device)
-        faulty[block[is_fault]] = True
-        x[faulty[block]] = 1.0  # anything but 0, of which codes have no scale
-        codes, scales = quantize(self.code, x, block, count)
-        scales[faulty] = torch.nan
-        stored = packed(codes, piece.grid, piece.first + wide_begin, self.code.bits)
-        moment.values[self.bytes_of(number, wide_begin, wide_end)] = stored
-        moment.scales.narrow(0, first_block, count).copy_(scales)
+        wide_begin, wide_end, *_ = self._blocks(number, begin, end)
+        x = new.contiguous()
+        if (wide_begin, wide_end) != (begin, end):
+            x = self._decoded(number, wide_begin, wide_end)
+            x[begin - wide_begin : end - wide_begin] = new
+        write = kernel.write_moment if self.codes.device.type == "cpu" else _quantized
+        write(self._coded(number, begin, end), x)
+
+
+# --- On a GPU, what the kernel does on the CPU ----------------------------------------------------
+
+
+def _dequantized(coded: CodedMoment, x: Tensor) -> None:
+    rule, stored, scales, codec, grid, first = coded
+    code, (block, _) = codec.code_of(rule), grid.block_numbers(first, x.numel(), x.device)
+    codes = unpacked(stored, grid, first, x.numel(), code.bits)
+    x.copy_(dequantize(code, codes, scales, block))
+
+
+def _quantized(coded: CodedMoment, x: Tensor) -> None:
+    rule, stored, scales, codec, grid, first = coded
+    code, (block, count) = codec.code_of(rule), grid.block_numbers(first, x.numel(), x.device)
+    is_fault = ~x.isfinite() if rule.is_signed else ~(x.isfinite() & (x >= 0))
+    faulty = torch.zeros(count, dtype=torch.bool, device=x.device)
+    faulty[block[is_fault]] = True
+    x = torch.where(faulty[block], 1.0, x)  # anything but 0, of which codes have no scale
+    codes, new = quantize(code, x, block, count)
+    new[faulty] = torch.nan
+    stored.copy_(packed(codes, grid, first, code.bits))
+    scales.copy_(new)
 
 
 def _range(offsets: tuple[int, ...], number: int) -> slice:
