@@ -43,13 +43,15 @@ class Stack(torch.nn.Module):
         return hidden.float().square().mean()
 
 
-def config_of(stage, offload, dtype, optimizer, accumulation, correction_bits=0, params_on=None):
+def config_of(
+    stage, offload, dtype, optimizer, accumulation, bits=0, params_on=None, page_locks=True
+):
     zero = {"reduce_bucket_size": BUCKET, "sub_group_size": SUB_GROUP}
     if offload:
-        zero["offload_optimizer"] = {"device": offload}  # page-locked, as is DeepSpeed's default
+        zero["offload_optimizer"] = {"device": offload, "pin_memory": page_locks}
     if params_on:
         zero["offload_param"] = {"device": params_on}
-    params = {"weight_correction_bits": correction_bits} if correction_bits else {}
+    params = {"weight_correction_bits": bits} if bits else {}
     kinds = {"dtype": dtype, "optimizer": optimizer}
     made = config(stage=stage, offload=None, zero=zero, **kinds, **params)
     return made | {"gradient_accumulation_steps": accumulation}
@@ -166,7 +168,7 @@ def nbytes(tensors: list[Tensor]) -> int:
 
 BF16_MASTERS = {"bf16_master_weights_and_grads": True}
 # Stage, offload, section of bf16, optimizer, accumulation steps, weight_correction_bits, offload of
-# parameters.
+# parameters, and whether all else is page-locked.
 CASES = {
     "zero1 offload": (1, "cpu", {}, "Adam8bitBlockwise", 1),
     "zero2 offload": (2, "cpu", {}, "Adam8bitBlockwise", 1),
@@ -177,6 +179,7 @@ CASES = {
     "zero3 offload": (3, "cpu", {}, "Adam8bitBlockwise", 1),
     "zero3 offload, bf16 masters": (3, "cpu", BF16_MASTERS, "Adam8bitBlockwise", 1, 0, "cpu"),
     "zero3 offload, accumulated": (3, "cpu", BF16_MASTERS, "Adam8bitBlockwise", 2, 0, "cpu"),
+    "zero3 offload, not page-locked": (3, "cpu", {}, "AdamW", 1, 0, "cpu", False),
     "zero3 offload, AdamW": (3, "cpu", {}, "AdamW", 1),
     "zero3": (3, None, {}, "Adam8bitBlockwise", 1),
     "zero2 offload, Muon": (2, "cpu", {}, "Muon8bitBlockwise", 1),

@@ -123,7 +123,9 @@ def _stage3(model: Model, setup: Setup, share: Share) -> Iterator[Row]:
     has_one_gradient = is_in_host and setup.accumulation_steps == 1
     own_masters = 0 if has_one_weight else master * numel
     own_grads = 0 if has_one_gradient else setup.zero8_grad_bytes * num_grads
-    yield _tensors(setup, HOST if setup.offload_params else GPU, "weights", [weight * numel])
+    # Which DeepSpeed page-locks whatever its config says.
+    locks = replace(setup, page_locks=True)
+    yield _tensors(locks, HOST if setup.offload_params else GPU, "weights", [weight * numel])
     yield _same(GPU, "gathered weights, at most", weight * gathered)
     grads_on = GPU if setup.offload == "none" else HOST
     yield _tensors(setup, grads_on, "gradients", [weight * numel])
@@ -195,7 +197,7 @@ def cases_of(model: Model, setup: Setup, there: Memory) -> list[tuple[str, Memor
     cases = list(zip((fp32, zero8), needs(model, setup), strict=True))
     if cases[1][1].fits(there):
         return cases
-    for what, attributes in _changes(setup):
+    for what, attributes in _changes(model, setup):
         try:
             changed = replace(setup, **attributes)
         except ValueError:  # incompatible settings
@@ -209,9 +211,9 @@ def cases_of(model: Model, setup: Setup, there: Memory) -> list[tuple[str, Memor
     return cases
 
 
-def _changes(setup: Setup) -> Iterator[tuple[str, dict]]:
+def _changes(model: Model, setup: Setup) -> Iterator[tuple[str, dict]]:
     """Yield descriptions of changes, and for each the attributes of `Setup` to set."""
-    if setup.page_locks and setup.max_round_mib is None and setup.offload != "none":
+    if setup.max_round_mib is None and rounding_of(model, setup):
         rounded = f"page-locked memory not rounded up ({variable_of(REMEDY_MIB)})"
         yield rounded, {"max_round_mib": REMEDY_MIB}
     if setup.offload == "none":
