@@ -70,6 +70,7 @@ fi
 # The second is for pure PyTorch.
 ((gpus > 0)) || export DS_ACCELERATOR=${DS_ACCELERATOR:-cpu} CUDA_VISIBLE_DEVICES=
 ranks=${RANKS:-$((gpus > 0 ? gpus : 2))} # NCCL takes one per GPU
+source launch/numa.sh "$python" "$ranks"
 # Ranks share the cores.  nproc would take OMP_NUM_THREADS for their number.
 threads=$(($(env -u OMP_NUM_THREADS nproc) / ranks))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
@@ -84,8 +85,8 @@ train() {
     "$python" -m examples.gpt --build --optimizer "$1" --config "$config" \
       ${CODEC:+--codec "$CODEC"}
   fi
-  "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m examples.gpt \
-    --optimizer "$1" --config "$config" --model "${MODEL:-demo}" \
+  "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
+    "${numa[@]}" -m examples.gpt --optimizer "$1" --config "$config" --model "${MODEL:-demo}" \
     --steps "${STEPS:-400}" --seed "${SEED:-0}" --out "$out" ${CODEC:+--codec "$CODEC"} \
     ${DATA:+--data "$DATA"} "${@:2}" &
   wait $!

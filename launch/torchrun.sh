@@ -12,6 +12,7 @@
 #   OMP_NUM_THREADS  threads of each rank [cores of this host / ranks of the first]
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+source "$here/numa.sh" "$PYTHON" "${slots[0]}" # other hosts are taken to be like this one
 
 for count in "${slots[@]}"; do
   ((count == slots[0])) || die "$HOSTFILE: torchrun needs the same slots on every host"
@@ -24,7 +25,8 @@ for name in "${variables[@]}"; do
   command+=("$name=${!name}")
 done
 command+=("$PYTHON" -m torch.distributed.run --nnodes "${#hosts[@]}" --nproc-per-node "${slots[0]}"
-  --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "zero8-$$" "${more[@]}" "$@")
+  --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "zero8-$$" "${numa[@]}"
+  "${more[@]}" "$@")
 printf -v remote '%q ' "${command[@]}"
 printf -v folder '%q' "$PWD"
 

@@ -10,10 +10,12 @@ import platform
 from functools import partial
 from pathlib import Path
 
+import torch
 from packaging.specifiers import SpecifierSet
 
 import zero8
 from zero8.deepspeed import seams
+from zero8.environment.numa import Placement
 from zero8.environment.pinned_rounding import REMEDY_MIB, max_round_mib, variable_of
 from zero8.environment.versions import TESTED
 from zero8.op import build, cuda, cuda_compile, kernel
@@ -51,6 +53,7 @@ def examine(ds_config: Path | None = None) -> dict:
         ("cuda_kernel", _cuda_kernel),
         ("autoload", _autoload),
         ("page_locked", partial(_page_locked, ds_config)),
+        ("numa", _numa),
     ):
         try:
             report[name] = part(report)
@@ -176,6 +179,19 @@ def _page_locked(ds_config: Path | None, report: dict) -> dict | None:
             "zero8 plan --ds-config says how much it is"
         )
     return {"max_round_mib": threshold}
+
+
+def _numa(report: dict) -> dict:
+    """Return on which nodes of the host's memory this process and its GPUs, or a rank's, are."""
+    gpus = [
+        f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+        for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    ]
+    rank = int(os.environ.get("LOCAL_RANK", len(gpus)))
+    placement = Placement.of(os.sched_getaffinity(0), gpus[rank : rank + 1] or gpus)
+    report["lines"].append(("host memory", str(placement)))
+    report["warnings"] += [fault] if (fault := placement.fault()) else []
+    return placement._asdict()
 
 
 def _autoload(report: dict) -> dict:
