@@ -37,6 +37,7 @@ NIGHTLY = (
     "kernel/test_thread_sanitizer.py",
     "package/test_doc_blocks.py",
     "package/test_examples.py",
+    "package/test_numa.py",
     "package/test_wheel.py",
 )
 

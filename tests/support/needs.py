@@ -7,6 +7,7 @@ installed, it fails: no test vanishes unnoticed.
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,10 @@ NO_NVRTC = "no NVRTC through CuPy: make setup"
 AARCH64_COMPILER, AARCH64_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 AARCH64_PACKAGES = ("g++-aarch64-linux-gnu", "qemu-user")
 NO_AARCH64 = f"no compiler or emulator for aarch64: apt-get install {' '.join(AARCH64_PACKAGES)}"
+NO_GUEST = (
+    "no QEMU, or no kernel of Debian in /boot and /lib/modules for it: "
+    "apt-get install qemu-system-x86 linux-image-amd64 busybox-static"
+)
 
 
 def need(missing: str | None) -> None:
@@ -48,6 +53,15 @@ def need_aarch64() -> None:
     """Skip the test, or fail in CI, without a compiler for aarch64 and an emulator of it."""
     tools = (AARCH64_COMPILER, AARCH64_EMULATOR)
     need(None if all(shutil.which(tool) for tool in tools) else NO_AARCH64)
+
+
+def need_guest() -> Path:
+    """Return the kernel for an emulated host; skip the test, or fail in CI, without one."""
+    kernels = [Path(f"/boot/vmlinuz-{folder.name}") for folder in Path("/lib/modules").glob("*")]
+    kernels = [path for path in kernels if path.is_file()]
+    has_tools = shutil.which("qemu-system-x86_64") and Path("/bin/busybox").is_file()
+    need(None if kernels and has_tools else NO_GUEST)
+    return max(kernels)
 
 
 def need_nvme() -> None:
