@@ -57,12 +57,13 @@ def arguments(original: Callable, owner: object, args: tuple, kwargs: dict) -> d
 @contextmanager
 def replaced(thing: object, name: str, value: object) -> Iterator[None]:
     """Override an attribute of an object, not of its class, during the block."""
-    assert name not in vars(thing), name
+    own = {name: vars(thing)[name]} if name in vars(thing) else {}
     setattr(thing, name, value)
     try:
         yield
     finally:
         delattr(thing, name)
+        vars(thing).update(own)
 
 
 @dataclass(frozen=True)

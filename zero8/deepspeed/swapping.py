@@ -7,6 +7,7 @@ rank raises on all, before anything is changed.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from zero8.deepspeed import swap_file
 from zero8.deepspeed.flat_state import check_places
 from zero8.deepspeed.layout import swap_folder
 from zero8.deepspeed.moment_tensor import moments_in
-from zero8.deepspeed.seam import ENGINE, STAGE3, arguments, of_engine, seam
+from zero8.deepspeed.seam import ENGINE, STAGE3, arguments, of_engine, replaced, seam
 from zero8.environment.agree import raise_together_quickly
 
 if TYPE_CHECKING:
@@ -123,26 +124,43 @@ def load(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
     if not is_swapping(engine.optimizer):
         return original(engine, *args, **kwargs)
     options = arguments(original, engine, args, kwargs)
+    _check_loads_all(options)
+    if engine.load_universal_checkpoint():
+        return original(engine, *args, **kwargs)
     place = options["load_dir"], options["tag"]
-    _check(engine, *place, options)
+    _check(engine, *place)
     engine.optimizer.optimizer_swapper.expect_other_files()
     result = original(engine, *args, **kwargs)
     _restore(engine, *place)
     return result
 
 
-def _check(engine: Any, load_dir: str, tag: str, options: dict) -> None:
-    """Check every file that this rank will load.
+def no_files_of_universal(engine: Any) -> AbstractContextManager:
+    """Return a context in which DeepSpeed copies no swap files of a universal checkpoint.
 
-    Raises OSError on all ranks, if one misses a file; ValueError on all, if a file of one is
-    damaged, or of another model or world size, or if a part of the checkpoint is asked for.
+    It would do so instead of loading the checkpoint, which has none.
     """
+    if engine.load_universal_checkpoint() and is_swapping(engine.optimizer):
+        return replaced(engine, "zero_nvme_offload_optimizer", lambda: False)
+    return nullcontext()
+
+
+def _check_loads_all(options: dict) -> None:
+    """Raise ValueError, on all ranks, if a part of the checkpoint is asked for."""
     if options.get("load_module_only") or not options.get("load_optimizer_states", True):
         raise ValueError(
             "load_checkpoint: got load_module_only=True or load_optimizer_states=False; DeepSpeed "
             "can only load all of a checkpoint with states on NVMe; load all, or save the weights "
             "separately with save_16bit_model"
         )
+
+
+def _check(engine: Any, load_dir: str, tag: str) -> None:
+    """Check every file that this rank will load.
+
+    Raises OSError on all ranks, if one misses a file; ValueError on all, if a file of one is
+    damaged, or of another model or world size.
+    """
     error = None
     try:
         _zero_file(engine, load_dir, tag)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of DeepSpeed's ZeRO: the folder of a tag, with a file of states per rank."""
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
@@ -15,7 +16,7 @@ from zero8.checkpoint.read.safe_load import damage_in, load
 from zero8.checkpoint.read.source import Facts, Source, in_threads
 from zero8.deepspeed import swap_file
 from zero8.deepspeed.moment_tensor import moments_in, with_moments
-from zero8.files.inside import paths_of
+from zero8.files.inside import mapped, paths_of
 from zero8.spec.algorithms import algorithm_called
 from zero8.spec.buffers import check_entry
 from zero8.spec.shown import shown_keys
@@ -26,7 +27,8 @@ from zero8.state.table import PieceTable
 
 STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt")
-_SWAPPED = re.compile(r"offloaded_tensors/rank[^/]*/zero8-[^/]*\.tensor\.swp")
+_OUR_PREFIX = "zero8-"
+_SWAPPED = re.compile(rf"offloaded_tensors/rank[^/]*/{_OUR_PREFIX}[^/]*\.tensor\.swp")
 # Names of master weights in stages 1 and 2 (and BF16_Optimizer), and in stage 3.
 _WEIGHTS = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 # Names of our state dict within ZeRO's.
@@ -102,7 +104,8 @@ class ZeroSource(Source):
         if not STATES.fullmatch(file.name):
             with damage_in(file):
                 state = swap_file.checked(load(file, self.path))
-            yield from _of_partition(file, state, None)
+                numel = max((one.numel() for one in moments_in(state).values()), default=0)
+            yield from _of_partition(file, state, self._swapped_weights(file, numel))
             return
         zero = self._zero(file)
         with damage_in(file):
@@ -111,6 +114,20 @@ class ZeroSource(Source):
             pairs = [(states[n], w) for n, w in enumerate(all_weights) if states.get(n)]
         for state, weights in pairs:
             yield from _of_partition(file, state, weights)
+
+    def _swapped_weights(self, file: Path, numel: int) -> Tensor | None:
+        """Return the master weights that DeepSpeed has swapped out beside a state, if it has."""
+        file = file.with_name(file.name.removeprefix(_OUR_PREFIX))
+        if not os.path.lexists(file):
+            return None
+        with damage_in(file):
+            precision = self._model["ds_config"].get("bf16") or {}
+            is_bf16 = precision.get("bf16_master_weights_and_grads")
+            dtype = torch.bfloat16 if is_bf16 else torch.float32
+            found, expected = mapped(file, self.path), numel * dtype.itemsize
+            if len(found) < expected:
+                raise ValueError(f"got {len(found)} bytes of master weights, expected {expected}")
+            return found[:expected].view(dtype)
 
     def groups(self) -> list[dict]:
         """See `Source`; names are in the order of the model."""
