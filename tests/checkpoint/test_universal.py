@@ -132,16 +132,19 @@ def test_universal_checkpoint_of_an_algorithm_has_its_moments(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
-def test_universal_checkpoint_of_other_groups_is_refused(standing_ranks, tmp_path, stage):
+def test_universal_checkpoint_that_does_not_fit_is_refused(standing_ranks, tmp_path, stage):
     """DeepSpeed would leave parameters as they are, or give all groups the options of the first."""
     ranks = standing_ranks(1)
     job = {"ds_config": settings(stage), "steps": (0,), "target": str(tmp_path)}
     ranks.run(visit, jobs=[job])
     convert(tmp_path)
-    arguments = {"ds_config": settings(stage), "source": str(tmp_path), "grouped": False}
-    ((kind, message),) = ranks.run(error_of_load, **arguments)
+    arguments = {"ds_config": settings(stage), "source": str(tmp_path)}
+    ((kind, message),) = ranks.run(error_of_load, grouped=False, **arguments)
     assert kind == "ValueError"
     assert "got a checkpoint of 2 parameter groups, expected the optimizer's 1" in message
+    (tmp_path / "saved_universal" / "zero" / "wide" / "exp_avg_sq.pt").unlink()
+    ((_, message),) = ranks.run(error_of_load, **arguments)
+    assert "zero/wide" in message and "exp_avg_sq" in message
 
 
 # --- What is kept beside states and weights ------------------------------------------------------

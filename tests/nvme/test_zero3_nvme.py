@@ -24,7 +24,8 @@ from nvme_worker import (
     swapper_of,
 )
 from ranks import report, run_ranks
-from zero_worker import base_optimizer, train
+from universal_cuts import convert, decoded, joined
+from zero_worker import MOMENTS, base_optimizer, train
 
 # DeepSpeed's aio is built by a first run, which takes minutes; a build that is interrupted leaves a
 # lock behind.  `make test` looks at the files only: test_zero3_nvme_file.
@@ -184,3 +185,41 @@ def test_zero3_nvme_training_equals_cpu_offload_and_resumes_in_fresh_processes(
 def test_zero3_nvme_weights_that_a_script_writes_count_as_they_are(tmp_path):
     need_nvme()
     run_ranks(train_and_write, 2, tmp_path, timeout_s=600, folder=tmp_path)
+
+
+# --- Another number of ranks ---------------------------------------------------------------------
+
+
+def save_two(folder):
+    """Train and save; return what this rank holds then."""
+    engine = make_tower(nvme_config(f"{folder}/swap", **PRECISIONS["bf16"]))
+    train(engine, BEFORE)
+    engine.save_checkpoint(folder, tag="two")
+    return held_everywhere(engine)
+
+
+def load_one(folder):
+    """Load a universal checkpoint and train on, on NVMe; the same without a disk."""
+    found = []
+    for where in (f"{folder}/swap of one", None):
+        ds_config = nvme_config(where, **PRECISIONS["bf16"])
+        engine = make_tower(ds_config | {"checkpoint": {"load_universal": True}})
+        engine.load_checkpoint(folder)
+        loaded = held_everywhere(engine)
+        found.append({"loaded": loaded, "losses": train(engine, AFTER, first=BEFORE)})
+        found[-1] |= held_everywhere(engine)
+    assert_same(*found)
+    return found[0]["loaded"]
+
+
+def test_zero3_nvme_checkpoint_of_two_ranks_converts_for_one(tmp_path):
+    """Weights are exact, and moments but in blocks that a boundary between ranks cuts."""
+    need_nvme()
+    old = joined(run_ranks(save_two, 2, tmp_path, timeout_s=600, folder=str(tmp_path)))
+    convert(tmp_path)
+    new = joined(run_ranks(load_one, 1, tmp_path, timeout_s=600, folder=str(tmp_path)))
+    for name, entry in new.items():
+        assert torch.equal(entry["weights"], old[name]["weights"]), name
+        for got, expected in ((decoded(one, m) for one in (entry, old[name])) for m in MOMENTS):
+            assert (got - expected).norm() <= 0.02 * expected.norm(), name
+            assert (got == expected).float().mean() > 0.99, name
