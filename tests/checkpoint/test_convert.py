@@ -9,6 +9,7 @@ boundary cut.
 import math
 from functools import cache
 
+import psutil
 import pytest
 import torch
 from convert_cases import (
@@ -40,6 +41,7 @@ from fragments import fragments_in
 from universal_cuts import check_within_half_a_code, decoded, joined
 
 from zero8 import Adam8bitBlockwise
+from zero8.files.inside import mapped, release
 from zero8.spec.adam import UNKNOWN_HISTORY
 from zero8.spec.grid import BlockGrid
 
@@ -319,3 +321,19 @@ def test_convert_to_zero_has_corrections_in_float32_master_weights(corrected_sou
     for name in ("wide", "bias"):
         path = folder / "bf16_dcp-zero" / "zero" / name / "fp32.pt"
         assert torch.equal(torch.load(path)["param"], expected[name])
+
+
+# --- Memory -------------------------------------------------------------------------------------
+
+
+def test_release_of_mapped_files_takes_them_out_of_memory_until_they_are_read(tmp_path):
+    path, bytes_per_mib = tmp_path / "file", 2**20
+    path.write_bytes(bytes(range(256)) * 4096 * 64)
+    held = mapped(path)
+    total, before = held.sum(), psutil.Process().memory_info().rss
+    release(tmp_path / "fil")  # another
+    release(path)
+    assert before - psutil.Process().memory_info().rss > 60 * bytes_per_mib
+    assert held.sum() == total
+    release(tmp_path)
+    assert before - psutil.Process().memory_info().rss > 60 * bytes_per_mib

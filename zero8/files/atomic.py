@@ -6,13 +6,15 @@ was.
 """
 
 import errno
+import io
 import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -73,12 +75,22 @@ def made_beside(target: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def save(content: object, path: Path) -> None:
-    """Write a file by `torch.save`, and sync it to the disk."""
-    with open(path, "wb") as file:
+def save(content: object, path: Path, after_write: Callable[[], None] = lambda: None) -> None:
+    """Write a file by `torch.save`, and sync it to the disk; `after_write` follows each tensor."""
+    with io.BufferedWriter(_Calling(path, "wb")) as file:
+        file.raw.after_write = after_write
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
+
+
+class _Calling(io.FileIO):
+    after_write: Callable[[], None]
+
+    def write(self, data: Any) -> int:
+        num_bytes = super().write(data)
+        self.after_write()
+        return num_bytes
 
 
 def _check_is_free(target: Path) -> None:

@@ -9,6 +9,7 @@ What cannot be opened raises OSError; what is no regular file, or is reached thr
 ValueError.
 """
 
+import ctypes
 import errno
 import os
 import stat
@@ -20,6 +21,9 @@ from pathlib import Path, PurePosixPath
 import torch
 from torch import Tensor
 
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_MADV_DONTNEED = 4  # linux/mman.h
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a pipe would block.
 _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -63,6 +67,20 @@ def mapped(path: Path, folder: Path | None = None) -> Tensor:
             return torch.from_file(own_name, size=size_bytes, dtype=torch.uint8)
         except RuntimeError as error:  # for example, too little address space
             raise OSError(errno.ENOMEM, "cannot be mapped into memory", str(path)) from error
+
+
+def release(*paths: Path) -> None:
+    """Take mapped files at or in some paths out of this process's memory, which had pages of them.
+
+    They are read again when they are used.  Nothing may have changed those that are mapped
+    privately, as `torch.load` does, and no other thread may unmap any.
+    """
+    places = tuple(f"{path.resolve()}/" for path in paths)
+    for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
+        addresses, *_, name = line.split(maxsplit=5)
+        if f"{name}/".startswith(places):
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            _madvise(begin, end - begin, _MADV_DONTNEED)
 
 
 def size_bytes_of(folder: Path, path: str) -> int:

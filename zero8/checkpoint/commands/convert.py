@@ -6,11 +6,12 @@ cuts are re-encoded (`zero8.checkpoint.read.joined`).  If it is float32, moments
 codes stand for.  Everything is read and checked before the output is written, and the output
 appears only when it is complete.
 
-Memory: joined tensors are in mapped temporary files beside the output, which the system writes out
-if memory is short.  Besides, it needs one parameter of a folder of torch.distributed.checkpoint,
-and, for decoding, up to 110 bytes for each of 4 million elements and 4 for each of one parameter.
-`bitsandbytes` needs all codes.  Disk: temporarily what the joined tensors take, for `zero` and
-`fp32` with moments of 4 bytes.
+Memory: joined tensors are in mapped temporary files beside the output.  They and the files that are
+read leave the process's memory after each parameter, but `dcp` needs all of its own at once, and
+`bitsandbytes` all codes.  Besides, it needs one parameter of a folder of
+torch.distributed.checkpoint, and, for decoding, up to 110 bytes for each of 4 million elements and
+4 for each of one parameter.  Disk: temporarily what the joined tensors take, for `zero` and `fp32`
+with moments of 4 bytes.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from zero8.checkpoint.write.dcp_writer import write_dcp
 from zero8.checkpoint.write.plain_writer import write_bitsandbytes, write_fp32, write_plain
 from zero8.checkpoint.write.universal_writer import name_latest, write_universal
 from zero8.files.atomic import made_beside
+from zero8.files.inside import release
 
 Write = Callable[[Contents, Path], None]
 
@@ -99,7 +101,8 @@ def convert(source: Path, target: Path, to: str) -> dict:
     write, _ = TARGETS[to]
     with made_beside(target.absolute()) as made:
         opened = open_checkpoint(source)
-        found = contents_of.read(opened, partial(mapped_tensor, made.parent), to in DECODED)
+        empty, free = partial(mapped_tensor, made.parent), partial(release, source, made.parent)
+        found = contents_of.read(opened, empty, to in DECODED, free)
         write(found, made)
     if write is write_universal:
         name_latest(target.absolute())

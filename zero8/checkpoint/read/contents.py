@@ -2,6 +2,7 @@
 """The joined contents of a checkpoint, which the writers of other checkpoints take."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +27,7 @@ class Contents:
         groups: options of the parameter groups, each with the names of its "params".
         is_named: whether these are names, not numbers in constructor order.
         model: the model's tensors by name; master weights if there are any.
+        release: takes what has been read and written out of memory (`zero8.files.inside.release`).
         notes: messages on contents that a conversion drops.
     """
 
@@ -34,6 +36,7 @@ class Contents:
     groups: list[dict]
     is_named: bool
     model: dict[str, Tensor]
+    release: Callable[[], None]
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -83,7 +86,7 @@ class Contents:
             self.notes.append(f"corrections of bfloat16 weights: {where}")
 
 
-def read(source: Source, empty: Empty, decoded: bool) -> Contents:
+def read(source: Source, empty: Empty, decoded: bool, release: Callable[[], None]) -> Contents:
     """Return the contents of a checkpoint, in tensors of `empty`; moments in 8 bits or decoded.
 
     Raises ValueError if something is missing, there twice, or does not fit together.
@@ -92,6 +95,7 @@ def read(source: Source, empty: Empty, decoded: bool) -> Contents:
     parameters = {}
     for name in tqdm(source.names(), desc="read", unit="parameter", disable=None):
         parameters[name] = joined(source.fragments(name), empty, decoded=decoded)
+        release()
     if not parameters:
         raise ValueError(f"{source.path}: got no states; was it saved before the first step?")
     groups = source.groups()
@@ -102,7 +106,9 @@ def read(source: Source, empty: Empty, decoded: bool) -> Contents:
         raise ValueError(f"{source.path}: got states of several algorithms: {states}")
     _check_groups(source, parameters, groups)
     is_named = source.facts().kind != "plain" or _are_named(groups)
-    return Contents(source, parameters, groups, is_named, _model(source, parameters, empty))
+    model = _model(source, parameters, empty)
+    release()
+    return Contents(source, parameters, groups, is_named, model, release)
 
 
 def _tell_muons(parameters: dict[str, Fragment], groups: list[dict]) -> None:

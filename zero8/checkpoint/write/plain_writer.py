@@ -21,7 +21,7 @@ from zero8.spec.algorithm import Algorithm
 def write_plain(contents: Contents, path: Path) -> None:
     """Write the state dict of our optimizer, with the same codes."""
     state = {name: parameter.entries() for name, parameter in contents.parameters.items()}
-    _save(contents.model, _packed(contents, state), path)
+    _save(contents, contents.model, _packed(contents, state), path)
 
 
 def write_fp32(contents: Contents, path: Path) -> None:
@@ -32,7 +32,7 @@ def write_fp32(contents: Contents, path: Path) -> None:
     packed["param_groups"] = [
         _fp32_group(contents.algorithm, group) for group in packed["param_groups"]
     ]
-    _save(_corrected(contents), packed, path)
+    _save(contents, _corrected(contents), packed, path)
 
 
 def write_bitsandbytes(contents: Contents, path: Path) -> None:
@@ -44,7 +44,7 @@ def write_bitsandbytes(contents: Contents, path: Path) -> None:
         )
     contents.note_corrections("lost, as bitsandbytes has no such entry")
     state = {name: parameter.entries() for name, parameter in contents.parameters.items()}
-    _save(contents.model, to_bitsandbytes(_packed(contents, state)), path)
+    _save(contents, contents.model, to_bitsandbytes(_packed(contents, state)), path)
 
 
 def _fp32_group(algorithm: Algorithm, group: dict[str, Any]) -> dict[str, Any]:
@@ -79,5 +79,6 @@ def _packed(contents: Contents, state: dict[str, dict]) -> dict:
     return {"state": {numbers[name]: state[name] for name in ordered}, "param_groups": groups}
 
 
-def _save(model: dict, optimizer: dict, path: Path) -> None:
-    save({"model": model, "optimizer": optimizer} if model else optimizer, path)
+def _save(contents: Contents, model: dict, optimizer: dict, path: Path) -> None:
+    whole = {"model": model, "optimizer": optimizer} if model else optimizer
+    save(whole, path, contents.release)

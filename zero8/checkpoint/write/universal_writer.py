@@ -56,6 +56,7 @@ def write_universal(contents: Contents, path: Path) -> None:
     ]
     for name in tqdm(trained, desc="write", unit="parameter", disable=None):
         _write_parameter(contents, name, step, path / "zero" / name)
+        contents.release()
     _write_groups(contents, step, path / "zero" / "optimizer_state.pt")
     _write_run(contents, step, path)
 
