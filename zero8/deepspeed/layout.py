@@ -4,6 +4,8 @@
 from pathlib import Path
 
 _HOLDS_LOCAL_FILES = "offloaded_tensors"
+MASTERS = {"single_partition_of_fp32_groups", "fp32_flat_groups"}
+"""The keys of master weights in files of stages 1 and 2 (and BF16_Optimizer), and of stage 3."""
 
 
 def is_part(path: str) -> bool:

@@ -5,23 +5,26 @@ Before anything in the engine changes, the ranks agree on a tag, and each verifi
 files.  That is one read of the checkpoint, which then is in the page cache.
 """
 
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import distributed
 
-from zero8.deepspeed.layout import is_part, loads_states, reads
+from zero8.deepspeed.layout import MASTERS, is_part, loads_states, reads
 from zero8.deepspeed.parameters import compared
 from zero8.deepspeed.save import reason_not_covered, tell_not_covered
 from zero8.deepspeed.seam import replaced
 from zero8.deepspeed.settings import SECTION, CheckpointSettings
 from zero8.environment.agree import from_rank_0, gathered, raise_together
 from zero8.files import tags
+from zero8.files.inside import release
 from zero8.files.manifest import Damage, Manifest
-from zero8.state.entries import param_states
+from zero8.state.entries import ENTRIES, param_states
 from zero8.state.tell import logger, tell_once
 
 
@@ -220,7 +223,9 @@ def _load_together(engine, original: Callable, options: dict) -> tuple:
         agree(None)
         return before()
 
+    files = engine.checkpoint_engine
     with (
+        replaced(files, "load", partial(_load_mapped, files.load)),
         replaced(engine, "_optimizer_has_ckpt_event_epilogue", asked),
         compared(engine, options),
     ):
@@ -232,6 +237,37 @@ def _load_together(engine, original: Callable, options: dict) -> tuple:
         agree(None)  # DeepSpeed returns early if it finds nothing to load
     _check_steps(engine, what)
     return result
+
+
+class _Masters(list):
+    """Master weights in a mapped file; those that have been copied leave this process's memory."""
+
+    file: Path
+
+    def __iter__(self) -> Iterator:
+        for weights in super().__iter__():
+            release(self.file)
+            yield weights
+        release(self.file)
+
+
+def _load_mapped(original: Callable, path: str, map_location=None):
+    """Load a file, mapped if it has ZeRO's states: DeepSpeed would hold all beside the engine's."""
+    if not path.endswith("optim_states.pt") or not zipfile.is_zipfile(path):
+        return original(path, map_location=map_location)
+    found = torch.load(path, map_location=map_location, weights_only=False, mmap=True)
+    zero = found.get("optimizer_state_dict") or {}
+    for name in MASTERS & zero.keys():
+        zero[name] = _Masters(zero[name])
+        zero[name].file = Path(path)
+    states = zero.get("base_optimizer_state") or zero.get("optimizer_state_dict") or {}
+    for state in states["state"].values() if "state" in states else ():
+        # Other code's entries are kept, and the file may be written again.
+        others = {
+            k: x for k, x in state.items() if isinstance(x, torch.Tensor) and k not in ENTRIES
+        }
+        state.update({key: value.clone() for key, value in others.items()})
+    return found
 
 
 def _check_steps(engine, what: str) -> None:

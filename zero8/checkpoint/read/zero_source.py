@@ -3,7 +3,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from zero8.checkpoint.read.inert import Inert
 from zero8.checkpoint.read.safe_load import damage_in, load
 from zero8.checkpoint.read.source import Facts, Source, in_threads
 from zero8.deepspeed import swap_file
+from zero8.deepspeed.layout import MASTERS
 from zero8.deepspeed.moment_tensor import moments_in, with_moments
 from zero8.files.inside import mapped, paths_of
 from zero8.spec.algorithms import algorithm_called
@@ -29,8 +30,6 @@ STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.p
 _MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt")
 _OUR_PREFIX = "zero8-"
 _SWAPPED = re.compile(rf"offloaded_tensors/rank[^/]*/{_OUR_PREFIX}[^/]*\.tensor\.swp")
-# Names of master weights in stages 1 and 2 (and BF16_Optimizer), and in stage 3.
-_WEIGHTS = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 # Names of our state dict within ZeRO's.
 _STATES = ("base_optimizer_state", "optimizer_state_dict")
 
@@ -109,7 +108,7 @@ class ZeroSource(Source):
             return
         zero = self._zero(file)
         with damage_in(file):
-            all_weights = _first(zero, _WEIGHTS, file)
+            all_weights = _first(zero, MASTERS, file)
             states = _first(zero, _STATES, file)["state"]
             pairs = [(states[n], w) for n, w in enumerate(all_weights) if states.get(n)]
         for state, weights in pairs:
@@ -294,8 +293,8 @@ def _ranks(path: Path) -> tuple[int, int]:
     return model, data
 
 
-def _first(found: dict, names: tuple[str, ...], file: Path) -> object:
+def _first(found: dict, names: Collection[str], file: Path) -> object:
     for name in names:
         if name in found:
             return found[name]
-    raise ValueError(f"{file}: got entries {shown_keys(found)}, without one of {list(names)}")
+    raise ValueError(f"{file}: got entries {shown_keys(found)}, without one of {sorted(names)}")
