@@ -10,6 +10,9 @@ import json
 import os
 import re
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import record
+from zero8.checkpoint.commands.convert import convert
 from zero8.plan.memory import rows_of
 from zero8.plan.model import Model
 from zero8.plan.setup import Setup, with_deepspeed_config
@@ -37,8 +41,14 @@ class Layer(nn.Linear):
         return x + torch.tanh(torch.mv(self.weight, x))
 
 
-def measure(config: dict[str, Any], numel: int, steps: int, width: int = WIDTH) -> dict[str, Any]:
-    """Train, and return the planned and the measured bytes, and the times of steps."""
+def measure(
+    config: dict[str, Any], numel: int, steps: int, width: int = WIDTH, folder: Path | None = None
+) -> dict[str, Any]:
+    """Train, and return the planned and the measured bytes, and the times of steps.
+
+    With a folder, which must not exist, also the peaks of saving into it, and, each in a new
+    process, of loading, converting for another number of ranks, and loading that.
+    """
     # A scheduler's first steps would be too small to be seen in three losses.
     config = {key: value for key, value in config.items() if key != "scheduler"}
     config["train_micro_batch_size_per_gpu"] = 1
@@ -46,28 +56,71 @@ def measure(config: dict[str, Any], numel: int, steps: int, width: int = WIDTH) 
     layers = numel // width**2
     shapes = tuple((f"{k}.weight", (width, width)) for k in range(layers))
     rows = rows_of(Model("", shapes), with_deepspeed_config(Setup(max_round_mib=0), config))
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = psutil.Process().memory_info().rss
-    taken = train(config, layers, steps, width)
-    status = Path("/proc/self/status").read_text()
-    peak_bytes = 1024 * int(re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)[1]) - before
-    return {
+    reset_peak()
+    engine = engine_of(config, layers, width)
+    taken = train(engine, steps, width)
+    result = {
         "numel": layers * width**2,
         "planned_bytes": {f"{row.place}, {row.what}": row.zero8_bytes for row in rows},
-        "peak_bytes": peak_bytes,
+        "peak_bytes": peak_bytes() - before,
         "losses": [loss for loss, _ in taken],
         "step_ms": [ms for _, ms in taken],
     }
+    if folder is None:
+        return result
+    reset_peak()
+    engine.save_checkpoint(folder)
+    peaks = {"save": peak_bytes() - before}
+    engine.destroy()
+    universal = config | {"checkpoint": {"load_universal": True}}
+    phases = {
+        "load": (load, config, layers, width, folder),
+        "convert": (convert, folder, folder / "universal", "zero"),
+        "load at another number of ranks": (load, universal, layers, width, folder),
+    }
+    for name, (function, *arguments) in phases.items():
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            peaks[name] = pool.submit(peak_of, function, *arguments).result()
+    return result | {"peaks_bytes": peaks}
 
 
-def train(config: dict[str, Any], layers: int, steps: int, width: int) -> list[tuple[float, float]]:
-    """Return for each step its loss, and the time of `engine.step()` in ms."""
+def peak_of(function: Callable, *arguments: Any) -> int:
+    """Return by how many bytes memory was more than now, at most, in a call."""
+    before = psutil.Process().memory_info().rss
+    reset_peak()
+    function(*arguments)
+    return peak_bytes() - before
+
+
+def reset_peak() -> None:
+    """Begin to measure the peak."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes() -> int:
+    """Return the most memory that this process has had since `reset_peak`."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)[1])
+
+
+def load(config: dict[str, Any], layers: int, width: int, folder: Path) -> None:
+    """Load a checkpoint into a new engine."""
+    engine_of(config, layers, width).load_checkpoint(folder)
+
+
+def engine_of(config: dict[str, Any], layers: int, width: int) -> Any:
+    """Return an engine over a new model."""
     import deepspeed
 
     os.environ.update({**ONE_RANK, "MASTER_PORT": "0"} | os.environ)
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = nn.Sequential(*(Layer(width, width, bias=False) for _ in range(layers)))
-    engine = deepspeed.initialize(model=model, config=config)[0]
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
+def train(engine: Any, steps: int, width: int) -> list[tuple[float, float]]:
+    """Return for each step its loss, and the time of `engine.step()` in ms."""
     x = torch.randn(width, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
     taken = []
     for _ in range(steps):
@@ -85,6 +138,7 @@ def markdown(result: dict) -> list[str]:
     sizes = planned | {
         "**planned**": sum(planned.values()),
         "**peak of the process, without what it held before**": result["peak_bytes"],
+        **{f"peak, {phase}": size for phase, size in result.get("peaks_bytes", {}).items()},
     }
     rows = [{"what": what, "gib": size / GIB} for what, size in sizes.items()]
     losses = ", ".join(f"{loss:.4f}" for loss in result["losses"])
@@ -104,10 +158,16 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True, help="of DeepSpeed")
     parser.add_argument("--numel", type=float, required=True, help="parameters")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--width", type=int, default=WIDTH, help="of the model's square layers")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="a new folder: measure save and resume, too"
+    )
     arguments = parser.parse_args()
     result = record.environment(MODULE)
     config = json.loads(arguments.config.read_text())
-    result |= measure(config, int(arguments.numel), arguments.steps)
+    result |= measure(
+        config, int(arguments.numel), arguments.steps, arguments.width, arguments.checkpoint
+    )
     record.write(result, arguments.json, markdown, "Memory of one process")
 
 

@@ -5,6 +5,7 @@ import json
 
 import pytest
 from places import ROOT
+from ranks import run_ranks
 
 from benchmarks import host_memory
 from benchmarks.engine import __main__ as engine_command
@@ -68,15 +69,15 @@ def test_engines_time_every_contender(standing_ranks, tmp_path):
         assert f"| {row['engine']}, clipped at 1, {row['name']} | {row['phase_ms']:.1f} |" in table
 
 
-def measure_host_memory():
+def measure_host_memory(numel, folder=None):
     config = json.loads((ROOT / "configs" / "zero3_bf16_masters_offload.json").read_text())
     config["zero_optimization"]["reduce_bucket_size"] = 2**20
-    return host_memory.measure(config, 2**25, 3, width=1024)
+    return host_memory.measure(config, numel, 3, width=1024, folder=folder)
 
 
 @pytest.mark.slow
 def test_host_memory_of_a_run_is_measured_beside_its_plan(standing_ranks):
-    (found,) = standing_ranks(1).run(measure_host_memory, timeout_s=300)
+    (found,) = standing_ranks(1).run(measure_host_memory, timeout_s=300, numel=2**25)
     assert found["numel"] == 2**25
     # Weights, gradients and moments; what else the process holds counts, too.
     assert 6 * 2**25 < sum(found["planned_bytes"].values())
@@ -84,3 +85,12 @@ def test_host_memory_of_a_run_is_measured_beside_its_plan(standing_ranks):
     assert len(set(found["losses"])) == 3 and found["losses"][2] < found["losses"][0]
     table = host_memory.markdown(found)
     assert f"| **planned** | {sum(found['planned_bytes'].values()) / 2**30:.2f} |" in table
+
+
+@pytest.mark.slow
+def test_host_memory_of_save_and_resume_is_measured_in_processes_of_their_own(tmp_path):
+    job = {"numel": 2**21, "folder": tmp_path / "checkpoint"}
+    (found,) = run_ranks(measure_host_memory, 1, tmp_path, timeout_s=300, **job)
+    phases = ["save", "load", "convert", "load at another number of ranks"]
+    assert list(found["peaks_bytes"]) == phases
+    assert all(size > 6 * 2**21 for size in found["peaks_bytes"].values())
