@@ -87,6 +87,7 @@ def measure(
 
 def peak_of(function: Callable, *arguments: Any) -> int:
     """Return by how many bytes memory was more than now, at most, in a call."""
+    os.environ["MASTER_PORT"] = "0"  # not the parent's
     before = psutil.Process().memory_info().rss
     reset_peak()
     function(*arguments)
@@ -114,7 +115,8 @@ def engine_of(config: dict[str, Any], layers: int, width: int) -> Any:
     import deepspeed
 
     os.environ.update({**ONE_RANK, "MASTER_PORT": "0"} | os.environ)
-    with deepspeed.zero.Init(config_dict_or_path=config):
+    is_stage3 = config["zero_optimization"]["stage"] == 3
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=is_stage3):
         model = nn.Sequential(*(Layer(width, width, bias=False) for _ in range(layers)))
     return deepspeed.initialize(model=model, config=config)[0]
 
