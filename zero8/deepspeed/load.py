@@ -7,7 +7,7 @@ files.  That is one read of the checkpoint, which then is in the page cache.
 
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -223,12 +223,16 @@ def _load_together(engine, original: Callable, options: dict) -> tuple:
         agree(None)
         return before()
 
-    files = engine.checkpoint_engine
+    files, folder = engine.checkpoint_engine, Path(options["load_dir"], str(options["tag"]))
     with (
+        ExitStack() as stack,
         replaced(files, "load", partial(_load_mapped, files.load)),
         replaced(engine, "_optimizer_has_ckpt_event_epilogue", asked),
         compared(engine, options),
     ):
+        for kind in engine.basic_optimizer.kinds:
+            adopted = partial(_adopted, kind.adopted, folder)
+            stack.enter_context(replaced(kind, "adopted", adopted))
         try:
             result = original(engine, **options)
         except Exception as error:
@@ -236,6 +240,13 @@ def _load_together(engine, original: Callable, options: dict) -> tuple:
             raise
         agree(None)  # DeepSpeed returns early if it finds nothing to load
     _check_steps(engine, what)
+    return result
+
+
+def _adopted(original: Callable, folder: Path, *args):
+    """Adopt a state, of which a mapped file then leaves this process's memory."""
+    result = original(*args)
+    release(folder)
     return result
 
 
