@@ -6,6 +6,7 @@ import math
 import os
 import weakref
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from deepspeed.moe.layer import MoE
@@ -283,6 +284,8 @@ def run_cell(name, folder):
         engine.destroy()
         engine = make(cell, optimizer)
         path, _ = engine.load_checkpoint(folder, tag=tag)
+        # A file that is still mapped must not be written again.
+        assert "optim_states.pt" not in Path("/proc/self/maps").read_text()
         assert path is not None
         result[f"{prefix}loaded"] = held(engine)
         result[f"{prefix}resumed log"] = train(engine, cell, range(SAVED_AFTER, STEPS))

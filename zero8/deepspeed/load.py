@@ -223,15 +223,15 @@ def _load_together(engine, original: Callable, options: dict) -> tuple:
         agree(None)
         return before()
 
-    files, folder = engine.checkpoint_engine, Path(options["load_dir"], str(options["tag"]))
+    files, mapped = engine.checkpoint_engine, _Mapped()
     with (
         ExitStack() as stack,
-        replaced(files, "load", partial(_load_mapped, files.load)),
+        replaced(files, "load", partial(mapped.load, files.load)),
         replaced(engine, "_optimizer_has_ckpt_event_epilogue", asked),
         compared(engine, options),
     ):
         for kind in engine.basic_optimizer.kinds:
-            adopted = partial(_adopted, kind.adopted, folder)
+            adopted = partial(mapped.adopted, kind.adopted)
             stack.enter_context(replaced(kind, "adopted", adopted))
         try:
             result = original(engine, **options)
@@ -243,42 +243,51 @@ def _load_together(engine, original: Callable, options: dict) -> tuple:
     return result
 
 
-def _adopted(original: Callable, folder: Path, *args):
-    """Adopt a state, of which a mapped file then leaves this process's memory."""
-    result = original(*args)
-    release(folder)
-    return result
+class _Mapped:
+    """ZeRO's files of states, mapped: DeepSpeed would hold all of them beside the engine's states.
+
+    What has been copied out of them leaves this process's memory.
+    """
+
+    def __init__(self):
+        self._paths: list[Path] = []
+
+    def load(self, original: Callable, path: str, map_location=None):
+        """Load a file, in the place of DeepSpeed's own `original`."""
+        if not path.endswith("optim_states.pt") or not zipfile.is_zipfile(path):
+            return original(path, map_location=map_location)
+        self._paths.append(Path(path))
+        found = torch.load(path, map_location=map_location, weights_only=False, mmap=True)
+        zero = found.get("optimizer_state_dict") or {}
+        zero |= {name: _Released(zero[name], self._release) for name in MASTERS & zero.keys()}
+        states = zero.get("base_optimizer_state") or zero.get("optimizer_state_dict") or {}
+        for state in states["state"].values() if "state" in states else ():
+            # Other code's entries are kept as they are, and the file may be written again.
+            others = {k: x for k, x in state.items() if k not in ENTRIES}
+            state |= {k: x.clone() for k, x in others.items() if isinstance(x, torch.Tensor)}
+        return found
+
+    def adopted(self, original: Callable, *args):
+        """Adopt a state by a kind's own `original`."""
+        result = original(*args)
+        self._release()
+        return result
+
+    def _release(self) -> None:
+        release(*self._paths)
 
 
-class _Masters(list):
-    """Master weights in a mapped file; those that have been copied leave this process's memory."""
+class _Released(list):
+    """A list whose tensors are in mapped files, which are released after each is used."""
 
-    file: Path
+    def __init__(self, tensors: list, release: Callable[[], None]):
+        super().__init__(tensors)
+        self._release = release
 
     def __iter__(self) -> Iterator:
-        for weights in super().__iter__():
-            release(self.file)
-            yield weights
-        release(self.file)
-
-
-def _load_mapped(original: Callable, path: str, map_location=None):
-    """Load a file, mapped if it has ZeRO's states: DeepSpeed would hold all beside the engine's."""
-    if not path.endswith("optim_states.pt") or not zipfile.is_zipfile(path):
-        return original(path, map_location=map_location)
-    found = torch.load(path, map_location=map_location, weights_only=False, mmap=True)
-    zero = found.get("optimizer_state_dict") or {}
-    for name in MASTERS & zero.keys():
-        zero[name] = _Masters(zero[name])
-        zero[name].file = Path(path)
-    states = zero.get("base_optimizer_state") or zero.get("optimizer_state_dict") or {}
-    for state in states["state"].values() if "state" in states else ():
-        # Other code's entries are kept, and the file may be written again.
-        others = {
-            k: x for k, x in state.items() if isinstance(x, torch.Tensor) and k not in ENTRIES
-        }
-        state.update({key: value.clone() for key, value in others.items()})
-    return found
+        for tensor in super().__iter__():
+            yield tensor
+            self._release()
 
 
 def _check_steps(engine, what: str) -> None:
