@@ -254,7 +254,9 @@ class _Mapped:
 
     def load(self, original: Callable, path: str, map_location=None):
         """Load a file, in the place of DeepSpeed's own `original`."""
-        if not path.endswith("optim_states.pt") or not zipfile.is_zipfile(path):
+        name = Path(path).name
+        is_of_zero = "zero_pp_rank_" in name and name.endswith("_optim_states.pt")
+        if not is_of_zero or not zipfile.is_zipfile(path):
             return original(path, map_location=map_location)
         self._paths.append(Path(path))
         found = torch.load(path, map_location=map_location, weights_only=False, mmap=True)

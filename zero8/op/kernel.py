@@ -193,6 +193,8 @@ _WRITE = {(True, False): 7, (True, True): 8, (False, True): 9}  # and whether it
 
 def read_moment(coded: CodedMoment, values: Tensor) -> None:
     """Decode into float32 values as `dequantize` does; to NaN where scales are not finite."""
+    if coded.scales.data_ptr() % coded.scales.element_size():  # in a mapped file
+        coded = coded._replace(scales=coded.scales.clone())
     _convert(coded, values, _READ[coded.rule.is_signed])
 
 

@@ -9,9 +9,8 @@ appears only when it is complete.
 Memory: joined tensors are in mapped temporary files beside the output.  They and the files that are
 read leave the process's memory after each parameter, but `dcp` needs all of its own at once, and
 `bitsandbytes` all codes.  Besides, it needs one parameter of a folder of
-torch.distributed.checkpoint, and, for decoding, up to 110 bytes for each of 4 million elements and
-4 for each of one parameter.  Disk: temporarily what the joined tensors take, for `zero` and `fp32`
-with moments of 4 bytes.
+torch.distributed.checkpoint, and 4 bytes for each element of one parameter that is decoded.  Disk:
+temporarily what the joined tensors take, for `zero` and `fp32` with moments of 4 bytes.
 """
 
 import argparse
