@@ -215,9 +215,12 @@ def test_diff_of_one_value_says_which_parameter_and_by_how_much(tmp_path, capsys
     found = torch.load(path, weights_only=True)
     state = found["optimizer"]["state"][0]
     codes = state["exp_avg_sq_q8"].view(-1)
-    old = found["model"]["bias"][5].item()
+    weights, old = found["model"], found["model"]["bias"][5].item()
+    weights["bias"][0] = 0.0
+    torch.save(found, path)
     codes[7000] = codes[7000] + 3 if codes[7000] < 250 else codes[7000] - 3
-    found["model"]["bias"][5] += 1
+    weights["bias"][5] += 1
+    weights["narrow"].view(-1)[0] = math.nan
     torch.save(found, other)
     result = called(capsys, "diff", path, other, status=1)
     different = {d.pop("name"): d for d in result["different"]}
@@ -226,6 +229,7 @@ def test_diff_of_one_value_says_which_parameter_and_by_how_much(tmp_path, capsys
     assert different == {
         "wide": {},
         "bias": {"weights": f"1 of 300 elements by up to {moved:.2g} % of the value"},
+        "narrow": {"weights": "1 of 9600 elements by up to inf % of the value"},
     }
 
 

@@ -107,9 +107,9 @@ def _difference(numel: int, first: Read, second: Read) -> str:
     for begin in range(0, numel, CHUNK_NUMEL):
         length = min(CHUNK_NUMEL, numel - begin)
         a, b = first(begin, length), second(begin, length)
-        differing += int(((a != b) & ~(a.isnan() & b.isnan())).sum())
-        larger = torch.maximum(a.abs(), b.abs())
-        relative = torch.where(larger > 0, (a - b).abs() / larger, 0.0)
+        differ = (a != b) & ~(a.isnan() & b.isnan())
+        differing += int(differ.sum())
+        relative = torch.where(differ, (a - b).abs() / torch.maximum(a.abs(), b.abs()), 0.0)
         largest = max(largest, float(relative.nan_to_num(math.inf).max()))
     share = f"{differing} of {numel} elements by up to {100 * largest:.2g} % of the value"
     return share if differing else ""
