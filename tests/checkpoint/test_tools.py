@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -136,6 +137,7 @@ DAMAGES = {
     ),
     "missing": (lambda file: file.unlink(), "are in no file"),
     "of another rank": (copy_of_rank_0, "again"),
+    "of something else": (partial(torch.save, {}), "not a file of ZeRO's states"),
 }
 
 
