@@ -113,7 +113,7 @@ def test_latest_is_what_was_written_and_none_without_a_file(tmp_path):
 def test_prune_keeps_the_newest_and_what_latest_names(tmp_path):
     for tag in "abcde":
         save(tmp_path, tag)
-    tags.write_latest(tmp_path, "b")
+    tags.write_latest(tmp_path, "b/in")
     assert tags.prune(tmp_path, 2) == ["a", "c"]
     assert complete(tmp_path) == ["b", "d", "e"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["b", "d", "e", "latest"]

@@ -248,15 +248,14 @@ def prune(folder: Path, keep: int) -> list[str]:
     """
     if keep < 1:
         raise ValueError(f"keep: got {keep}, expected 1 or more")
-    latest = read_latest(folder)
-    found = tags_in(folder)
+    latest, found = read_latest(folder), tags_in(folder)
     complete = [tag for tag in found if _is_whole(folder, tag)]
     if not complete:
         return []
     newest = complete[-1].sequence
     torn = [tag for tag in found if tag.state == INCOMPLETE and tag.sequence < newest]
-    kept = PurePosixPath(latest or "").parts[:1]  # `latest` can name a folder in a folder
-    doomed = [tag for tag in torn + complete[:-keep] if tag.name not in kept]
+    kept = (latest or "").partition("/")[0]  # `latest` can name a folder in a folder
+    doomed = [tag for tag in torn + complete[:-keep] if tag.name != kept]
     for tag in doomed:
         _delete(Path(folder, tag.name), tag.sequence)
     return [tag.name for tag in doomed]
