@@ -269,16 +269,18 @@ def test_plan_of_int8_weights_counts_a_byte_and_a_scale_per_row_of_linear_layers
 
 OPTIMIZERS = [("Adam", {"codec": codec, "block_size": 128}) for codec in CODECS]
 OPTIMIZERS += [("Adam", {}), ("Lion", {}), ("SGD", {"momentum": 0.9}), ("AdEMAMix", {})]
+OPTIMIZERS += [("Adam", {"fp32_params": ["embed*"]})]
 
 
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
-def test_plan_of_one_process_is_exactly_what_the_optimizer_holds(name, options):
+def test_plan_of_one_process_is_exactly_what_the_optimizer_holds(name, options, stage):
     module, kind = Stack(), f"{name}8bitBlockwise"
-    optimizer = getattr(zero8, kind)(module.parameters(), **options)
+    optimizer = getattr(zero8, kind)(module.named_parameters(), **options)
     module(torch.zeros(1, 1, dtype=torch.int64)).backward()
     optimizer.step()
     held = sum(row.state_bytes for row in optimizer.memory_report().rows)
-    config = {"optimizer": {"type": kind, "params": options}, "zero_optimization": {"stage": 0}}
+    config = {"optimizer": {"type": kind, "params": options}, "zero_optimization": {"stage": stage}}
     share = share_of(model_of(module), with_deepspeed_config(Setup(), config))
     assert share.zero8_bytes == held
     moments = len(optimizer.algorithm.moment_names)
