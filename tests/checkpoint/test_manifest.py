@@ -5,6 +5,7 @@ import errno
 import os
 import re
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -162,6 +163,15 @@ def test_write_atomically_that_fails_leaves_the_old_file_and_no_other(tmp_path, 
         atomic.write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+def test_folder_that_is_not_synced_is_an_error_unless_its_file_system_cannot(
+    tmp_path, monkeypatch, number
+):
+    monkeypatch.setattr(atomic.os, "fsync", Mock(side_effect=OSError(number, "")))
+    with nullcontext() if number == errno.EINVAL else pytest.raises(OSError):
+        atomic.sync_folder(tmp_path)
 
 
 def test_lock_that_another_holds_is_refused_with_its_name_and_free_afterwards(tmp_path):
