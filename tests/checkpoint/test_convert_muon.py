@@ -108,6 +108,7 @@ def test_convert_of_muon_to_zero_goes_on(source, layout, source_at, tmp_path, st
 
 
 def test_muon_of_matrices_alone_goes_to_torchs_muon_and_back(tmp_path):
+    """Whose groups have no use_muon, and whose eps is that of the norm."""
     torch.manual_seed(0)
     p = torch.nn.Parameter(torch.randn(12, 512))
     p.grad = torch.randn_like(p)
@@ -122,9 +123,12 @@ def test_muon_of_matrices_alone_goes_to_torchs_muon_and_back(tmp_path):
     (moment,) = ours.moments(p)
     assert torch.equal(theirs.state[p]["momentum_buffer"].flatten(), moment.read(0, p.numel()))
     theirs.step()
-    back = optimizer_of(torch.nn.ParameterList(), params=[group])
+    theirs.param_groups[0]["lr"] = 0.02
+    back = optimizer_of(torch.nn.ParameterList(), params=[group], min_8bit_size=10**9)
     back.load_state_dict(theirs.state_dict())
-    assert back.param_groups[0]["ns_eps"] == 1e-6
+    assert (back.param_groups[0]["ns_eps"], back.param_groups[0]["lr"]) == (1e-6, 0.02)
+    assert torch.equal(back.state[p]["momentum_buffer"], theirs.state[p]["momentum_buffer"])
+    back.step()
 
 
 def save_deepspeeds(stage: int, folder: str) -> dict:

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face's Trainer without DeepSpeed, in one process."""
+"""Hugging Face's Trainer without DeepSpeed, in one process; examples/trainer.py, too."""
+
+import sys
 
 import hf_models
 import pytest
+from places import ROOT
+from processes import run
 
 import zero8
 from zero8.integrations import hf
@@ -87,3 +91,14 @@ def test_factory_for_adapters_has_trainers_empty_group_and_loads_its_checkpoints
     assert names == [["lm_head.weight"], []]
     (state,) = inner(ours).state.values()
     assert state["step"] == 6 and "exp_avg_q8" in state
+
+
+def test_trainer_example_started_again_resumes_from_its_checkpoint(tmp_path):
+    command = [sys.executable, str(ROOT / "examples" / "trainer.py"), "--out", str(tmp_path)]
+    for steps, saved in (("10", {"checkpoint-10"}), ("20", {"checkpoint-10", "checkpoint-20"})):
+        done = run([*command, "--steps", steps], OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "8-bit: " in done.stdout
+        assert {path.name for path in tmp_path.glob("checkpoint-*")} == saved
+    # Losses are logged every 10 steps: of the second run only that of the last 10.
+    assert done.stdout.count("'loss'") == 1

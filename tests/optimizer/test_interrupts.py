@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C: a step is done and noted, or not begun; a load has happened, or has changed nothing."""
+"""Ctrl-C: a step is done and noted, or not begun; test_torch_contract.py interrupts loads."""
 
 import copy
 import signal
@@ -11,7 +11,6 @@ from small_optimizers import assert_equal, run, set_grads, small_model
 from zero8 import Adam8bitBlockwise
 from zero8.environment.interrupts import put_off
 from zero8.optimizer.call import Call
-from zero8.optimizer.states import States
 
 SIGINT, SIGTERM, SIGUSR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 
@@ -63,29 +62,6 @@ def test_interrupt_as_the_kernel_returns_leaves_a_step_that_is_done_and_noted(pa
     for one, optimizer in zip(params, (resumed, optimizers[1]), strict=True):
         run(optimizer, one, 2, start=2)
     assert_alike(params, (resumed, optimizers[1]))
-
-
-def test_interrupt_of_a_load_changes_nothing(pair, monkeypatch):
-    params, optimizers = pair
-    saved = copy.deepcopy(optimizers[0].state_dict())
-    saved["param_groups"][0]["lr"] = 7.0
-    run(optimizers[0], params[0], 1, start=1)
-    run(optimizers[1], params[1], 1, start=1)
-    adopted, calls = States.adopted, []
-
-    def interrupted(self, *args):
-        calls.append(args)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return adopted(self, *args)
-
-    monkeypatch.setattr(States, "adopted", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        optimizers[0].load_state_dict(saved)
-    assert optimizers[0].param_groups[0]["lr"] == 0.1
-    for one, optimizer in zip(params, optimizers, strict=True):
-        run(optimizer, one, 1, start=2)
-    assert_alike(params, optimizers)
 
 
 @pytest.fixture

@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 import torch
 from nests import assert_same
+from ranks import error_of
 from reference_twin import NAME, SEED, SHAPE, ReferenceTwin
 from small_optimizers import assert_equal, param, run, set_grads
 from torch import nn
 
+from examples.gpt.engines import join_ranks
 from zero8 import Adam8bitBlockwise, Muon8bitBlockwise, StableEmbedding
 from zero8.optimizer.clipping import factor_of
+from zero8.optimizer.owners import Held, rounds_of
 from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS
 from zero8.spec.muon import MUON
@@ -170,21 +173,6 @@ def test_muon_gradient_that_is_not_finite_leaves_its_matrix(shape, ns_dtype, bad
     assert (params[1] != before).any()
 
 
-# --- States -------------------------------------------------------------------------------------
-
-
-def test_muon_state_dict_of_torchs_muon_loads_with_the_moments():
-    """Whose groups have no use_muon, and whose eps is that of the norm."""
-    p, q = param(16, 300), param(16, 300)
-    twin = torch.optim.Muon([("inner", q)], lr=0.02)
-    run(twin, [q], 2)
-    optimizer = Muon8bitBlockwise([("inner", p)], fp32_params=["*"])
-    optimizer.load_state_dict(twin.state_dict())
-    assert torch.equal(optimizer.state[p]["momentum_buffer"], twin.state[q]["momentum_buffer"])
-    assert optimizer.param_groups[0]["lr"] == 0.02
-    run(optimizer, [p], 1, start=2)
-
-
 # --- Which parameters it takes --------------------------------------------------------------------
 
 
@@ -279,7 +267,12 @@ def test_muon_parameter_that_changes_sides_raises_until_its_state_is_dropped(cha
     optimizer = Muon8bitBlockwise([("p", p), ("inner", param(8, 64)), ("embed", q)])
     params = [p, q]
     run(optimizer, params, 1)
-    before = copy.deepcopy(params)
+    before, saved = copy.deepcopy((params, optimizer.state_dict()))
+    loaded = copy.deepcopy(saved)
+    loaded["param_groups"][0]["use_muon"] = False
+    with pytest.raises(ValueError, match=r"del optimizer\.state\[p\]"):
+        optimizer.load_state_dict(loaded)
+    assert_same(optimizer.state_dict(), saved)
     change(optimizer)
     for use in (optimizer.step, optimizer.state_dict):
         with pytest.raises(ValueError, match=r"parameter p: .*del optimizer\.state\[p\]"):
@@ -290,18 +283,6 @@ def test_muon_parameter_that_changes_sides_raises_until_its_state_is_dropped(cha
     assert optimizer.state[p]["step"] == 1 and "exp_avg" in str(list(optimizer.state[p]))
     assert optimizer.state[q]["step"] == 2
     optimizer.state_dict()
-
-
-def test_muon_state_dict_whose_use_muon_was_switched_raises_and_changes_nothing():
-    p = param(8, 64)
-    optimizer = Muon8bitBlockwise([("p", p), ("bias", param(64))])
-    run(optimizer, [p], 1)
-    before = copy.deepcopy(optimizer.state_dict())
-    saved = copy.deepcopy(before)
-    saved["param_groups"][0]["use_muon"] = False
-    with pytest.raises(ValueError, match=r"del optimizer\.state\[p\]"):
-        optimizer.load_state_dict(saved)
-    assert_same(optimizer.state_dict(), before)
 
 
 def test_muon_refused_group_leaves_no_part():
@@ -322,3 +303,35 @@ def test_muon_knows_the_algorithm_of_a_parameter_that_zero3_takes_out_of_its_gro
     optimizer.param_groups[0]["params"] = params[:1]
     optimizer.param_groups[1]["params"] = []
     assert [optimizer.kind_of(p, {}).algorithm for p in params] == expected == [MUON, MUON, ADAM]
+
+
+# --- Matrices that ranks hold parts of ------------------------------------------------------------
+
+# What the last rank holds in the place of its range.
+WRONG = {
+    "missing at the end": lambda first, numel: ((first, numel - 1),),
+    "missing inside": lambda first, numel: ((first, 2), (first + 3, numel - 3)),
+    "twice": lambda first, numel: ((first, numel), (first + 1, 1)),
+    "beyond": lambda first, numel: ((first, numel + 1),),
+}
+
+
+def refused():
+    """Return what is raised where elements are held twice, or by no rank; and rounds of nothing."""
+    join_ranks()
+    world = torch.distributed.group.WORLD
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    numel, found = 60 // size, []
+    for wrong in WRONG.values():
+        first = rank * numel
+        ranges = wrong(first, numel) if rank == size - 1 else ((first, numel),)
+        found.append(error_of(rounds_of, {11: Held((6, 10), 0, {0: ranges})}, world, 48))
+    return found, rounds_of({}, world, 48)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_owners_of_matrices_that_are_not_whole_raise_on_all_ranks(num_ranks, standing_ranks):
+    for errors, rounds_of_nothing in standing_ranks(num_ranks).run(refused):
+        assert rounds_of_nothing == []
+        for name, text in errors:
+            assert name == "ValueError" and "of a matrix of 60" in text

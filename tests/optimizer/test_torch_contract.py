@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import state_dict as checkpoints
 from torch.optim import AdamW, lr_scheduler
 
 from zero8 import Adam8bitBlockwise
+from zero8.optimizer.states import States
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 BF16 = torch.bfloat16
@@ -218,22 +219,29 @@ def assert_go_on_alike(model, optimizer, other, its_optimizer) -> None:
         assert_equal(model.parameters(), other.parameters())
 
 
-@pytest.mark.parametrize("when", ["pre", "post"])
-def test_load_state_dict_whose_hook_raises_changes_nothing(when):
+@pytest.mark.parametrize("when", ["pre", "between", "post"])
+def test_load_state_dict_that_a_hook_or_a_signal_interrupts_changes_nothing(when, monkeypatch):
     model, optimizer = trained()
-    before = everything(model, optimizer)
+    other, twin = copy.deepcopy((model, optimizer))
     saved = copy.deepcopy(optimizer.state_dict())
     saved["param_groups"][0]["lr"] = 7.0
     saved["state"][0]["step"] = 9
 
-    def refuse(*args):
-        raise RuntimeError("not this one")
+    def interrupt(*args):
+        raise KeyboardInterrupt
 
-    hook = getattr(optimizer, f"register_load_state_dict_{when}_hook")(refuse)
-    with pytest.raises(RuntimeError, match="not this one"):
-        optimizer.load_state_dict(saved)
-    hook.remove()
-    assert_same(everything(model, optimizer), before)
+    with monkeypatch.context() as patch:
+        if when == "between":  # the first state and the second
+            calls = iter([States.adopted, interrupt])
+            patch.setattr(States, "adopted", lambda *args: next(calls)(*args))
+        else:
+            hook = getattr(optimizer, f"register_load_state_dict_{when}_hook")(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.load_state_dict(saved)
+    if when != "between":
+        hook.remove()
+    assert_same(everything(model, optimizer), everything(other, twin))
+    assert_go_on_alike(model, optimizer, other, twin)
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["lr"] == 7.0
     assert optimizer.state[model[0].weight]["step"] == 9
