@@ -43,8 +43,10 @@ NIGHTLY = (
 
 
 def pytest_collection_modifyitems(items):
-    """Mark the nightly tests, and sort so that two files at a time seldom wait for each other."""
+    """Mark what is nightly or needs a GPU; sort so that two files seldom wait for each other."""
     for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="there is no GPU"))
         path = item.path.relative_to(TESTS)
         if item.get_closest_marker("slow") and any(map(path.is_relative_to, NIGHTLY)):
             item.add_marker("nightly")

@@ -11,10 +11,7 @@ from torch import nn
 import zero8
 from zero8.spec.codec import CODECS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
-]
+pytestmark = pytest.mark.gpu
 FP32, BF16 = torch.float32, torch.bfloat16
 INT8_SHAPES = ((130, 300), (200, 48), (3, 5000))
 

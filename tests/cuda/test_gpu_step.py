@@ -21,10 +21,7 @@ from test_cuda_kernel import advance, places
 
 from zero8.spec.segment import Segment
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
-]
+pytestmark = pytest.mark.gpu
 ADAMW = HYPERS["adamw"]
 # Teams of 8 and 16 threads (parts of a warp), of one warp, of 2, and of 16.
 BLOCK_SIZES = [64, 128, 256, 512, 4096]

@@ -81,7 +81,6 @@ def test_fsdp2_checkpoint_loads_and_goes_on_with_the_same_bits(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", ["corrected", "offload"])
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

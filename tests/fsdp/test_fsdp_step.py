@@ -15,14 +15,11 @@ CASES = [
     ("bfloat16", 2, 3, "moved"),
     ("bfloat16", 2, 3, "DDP"),
 ]
-
-
-GPU = pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 ROWS = [
     pytest.param(*case, "cpu", marks=[pytest.mark.slow] * (case[1] == 3 and case[0] != "corrected"))
     for case in CASES
 ] + [
-    pytest.param(layout, size, 4, way, "cuda", marks=GPU)
+    pytest.param(layout, size, 4, way, "cuda", marks=pytest.mark.gpu)
     for layout in LAYOUTS
     for way in ("after the backward", "in the backward")
     for size in sorted({1, max(1, torch.cuda.device_count())})

@@ -155,7 +155,6 @@ def test_states_of_zero3_that_moved_to_the_host_and_back_go_on_with_the_same_bit
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("pin_memory", [False, True])
 @pytest.mark.parametrize("non_blocking", [False, True])

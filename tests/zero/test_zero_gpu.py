@@ -11,10 +11,7 @@ import test_zero_matrix as matrix
 import torch
 from zero_worker import config
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
-]
+pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 WORLD_SIZE = max(1, torch.cuda.device_count())
 PAGE_LOCKED = {"device": "cpu", "pin_memory": True}
