@@ -52,40 +52,42 @@ def pair():
     return params, [Adam8bitBlockwise(one, lr=0.1) for one in params]
 
 
-@pytest.mark.parametrize("way", ["zero_grad", "zero_grad, zeros", "others", "set again"])
+FORGOTTEN = {
+    "zero_grad": lambda optimizer, params: optimizer.zero_grad(),
+    "zero_grad, zeros": lambda optimizer, params: optimizer.zero_grad(set_to_none=False),
+    "others": lambda optimizer, params: [setattr(p, "grad", None) for p in params],
+    "the last call counts": lambda optimizer, params: optimizer.clip_grad_norm_(1e9),
+}
+
+
+@pytest.mark.parametrize("way", FORGOTTEN)
 def test_clip_of_gradients_that_are_gone_is_forgotten(pair, way):
     (ours, theirs), (optimizer, plain) = pair
     set_grads(ours, 0)
     optimizer.clip_grad_norm_(1e-3)
-    if way == "set again":  # the last call counts
-        optimizer.clip_grad_norm_(1e9)
-    elif way == "others":
-        for p in ours:
-            p.grad = None
-    else:
-        optimizer.zero_grad(set_to_none="zeros" not in way)
-    if way != "set again":
-        set_grads(ours, 1)
-    set_grads(theirs, 0 if way == "set again" else 1)
+    FORGOTTEN[way](optimizer, ours)
+    if step := int(way != "the last call counts"):
+        set_grads(ours, step)
+    set_grads(theirs, step)
     optimizer.step(), plain.step()
     assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize("change", ["written to", "one is gone", "one is new", "more"])
+CHANGED = {
+    "written to": lambda first, last: first.grad.add_(1.0),
+    "one is gone": lambda first, last: setattr(first, "grad", None),
+    "one is new": lambda first, last: setattr(first, "grad", first.grad.clone()),
+    "more": lambda first, last: setattr(last, "grad", torch.ones_like(last)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
 def test_step_after_gradients_changed_since_clip_is_refused_and_changes_nothing(pair, change):
     (ours, theirs), (optimizer, plain) = pair
     set_grads(ours, 0)
-    if change == "more":
-        ours[-1].grad = None
+    ours[-1].grad = None
     optimizer.clip_grad_norm_(1e-3)
-    if change == "written to":
-        ours[0].grad.add_(1.0)
-    elif change == "one is gone":
-        ours[0].grad = None
-    elif change == "one is new":
-        ours[0].grad = ours[0].grad.clone()
-    else:
-        ours[-1].grad = torch.ones_like(ours[-1])
+    CHANGED[change](ours[0], ours[-1])
     before = [p.detach().clone() for p in ours]
     with pytest.raises(RuntimeError, match="changed since clip_grad_norm_"):
         optimizer.step()

@@ -11,6 +11,7 @@ import deepspeed
 import pytest
 import torch
 from needs import need_nvme
+from params import each
 from places import ROOT
 from ranks import build_ops
 from shared_memory import leave_out_shared_memory
@@ -21,49 +22,39 @@ import zero8
 pytestmark = pytest.mark.timeout(1800)
 
 FOLDER = ROOT / "configs"
-FILES = sorted(path.name for path in FOLDER.iterdir() if path.suffix in (".json", ".toml"))
+FILES = sorted(path.name for path in FOLDER.glob("*.json"))
 STEPS = 4
 """The recipes warm up from a learning rate of 0: the first two steps change no weight."""
 
 
 def steps_of(path, folder):
     """Train with the recipe at `path`, unchanged, in `folder`; return what came of it."""
-    with contextlib.chdir(folder):  # zero3_nvme.json swaps to a folder below this one
-        return _steps_of(path)
-
-
-def _steps_of(path):
     leave_out_shared_memory()  # without LOCAL_SIZE it would not be called
     torch.manual_seed(7)
     model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.Linear(1024, 64))
-    engine, _, _, scheduler = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=path
-    )
-    losses = []
-    for _ in range(STEPS):
-        x = torch.ones(8, 512, dtype=next(model.parameters()).dtype)
-        loss = engine(x).float().square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+    with contextlib.chdir(folder):  # zero3_nvme.json swaps to a folder below this one
+        engine, _, _, scheduler = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=path
+        )
+        losses = []
+        for _ in range(STEPS):
+            x = torch.ones(8, 512, dtype=next(model.parameters()).dtype)
+            loss = engine(x).float().square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        swapped = [name for _, _, names in os.walk("runs") for name in names]
     zero8.assert_active(engine)
     return {
         "losses": losses,
         "state bytes": engine.basic_optimizer.memory_report().state_bytes_per_param(bits=8),
         "schedule": scheduler.total_num_steps,
-        "swapped": [name for _, _, names in os.walk("runs") for name in names],
+        "swapped": swapped,
     }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        # That of NVMe may compile DeepSpeed's aio first, which takes minutes.
-        pytest.param(name, marks=pytest.mark.slow) if "nvme" in name else name
-        for name in FILES
-        if name.endswith(".json")
-    ],
-)
+# Those of NVMe may compile DeepSpeed's aio first, which takes minutes.
+@each(FILES, [name for name in FILES if "nvme" in name])
 def test_recipe_steps_under_plain_deepspeed_as_it_stands(tmp_path, standing_ranks, name):
     build_ops()
     if "nvme" in name:

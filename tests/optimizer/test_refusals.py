@@ -27,12 +27,8 @@ from zero8.spec.segment import Rounding
 from zero8.state import keywords
 from zero8.state.tell import tell_once
 
-ADAM, SGD, MIX, MUON = (
-    Adam8bitBlockwise,
-    SGD8bitBlockwise,
-    AdEMAMix8bitBlockwise,
-    Muon8bitBlockwise,
-)
+ADAM, SGD = Adam8bitBlockwise, SGD8bitBlockwise
+MIX, MUON = AdEMAMix8bitBlockwise, Muon8bitBlockwise
 BF16, NAN = torch.bfloat16, math.nan
 
 # --- Options -------------------------------------------------------------------------------------

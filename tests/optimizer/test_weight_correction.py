@@ -5,27 +5,17 @@ import copy
 
 import pytest
 import torch
-from small_optimizers import param, run
+from small_optimizers import param, required_by, run
 from torch import nn
 
-from zero8 import (
-    Adam8bitBlockwise,
-    AdEMAMix8bitBlockwise,
-    Lion8bitBlockwise,
-    Muon8bitBlockwise,
-    SGD8bitBlockwise,
-)
+from zero8 import Adam8bitBlockwise
+from zero8.optimizer.elementwise import OPTIMIZERS
 from zero8.spec.reference import corrected_bfloat16
 from zero8.spec.segment import Rounding
 
 SHAPE = (24, 300)
-MADE = {
-    "adam": (Adam8bitBlockwise, {}),
+MADE = {one.algorithm.name: (one, required_by(one)) for one in OPTIMIZERS} | {
     "adam, float32 moments": (Adam8bitBlockwise, {"min_8bit_size": 10**6}),
-    "lion": (Lion8bitBlockwise, {}),
-    "sgd": (SGD8bitBlockwise, {"momentum": 0.9}),
-    "ademamix": (AdEMAMix8bitBlockwise, {}),
-    "muon": (Muon8bitBlockwise, {}),
 }
 MASK = (torch.arange(24 * 300).view(SHAPE) % 3 > 0).bfloat16()
 
