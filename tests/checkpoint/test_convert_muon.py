@@ -4,6 +4,7 @@
 from functools import cache
 from pathlib import Path
 
+import muon_worker
 import pytest
 import torch
 from convert_cases import converted
@@ -73,14 +74,7 @@ def test_convert_of_muon_to_plain_goes_on_with_the_same_bits(source, source_at, 
     optimizer = optimizer_of(model, lr=7.0)
     optimizer.load_state_dict(content["optimizer"])
     run(model, optimizer, SAVED_AFTER, STEPS)
-    got = {
-        name: {
-            "values": p.detach(),
-            "moments": [one.read(0, p.numel()).view(p.shape) for one in optimizer.moments(p)],
-        }
-        for name, p in model.named_parameters()
-    }
-    assert wrong(got, alone(STEPS)) == []
+    assert wrong(muon_worker.results(model, optimizer), alone(STEPS)) == []
 
 
 @pytest.mark.slow

@@ -10,14 +10,8 @@ from ranks import error_of
 from universal_cuts import convert
 from zero_worker import Bag, base_optimizer, config, held, make_engine, take_step, together
 
-LAYOUTS = {
-    "zero1": {"stage": 1},
-    "zero2": {"stage": 2},
-    "zero3": {"stage": 3},
-    "zero1 bf16": {"stage": 1, "dtype": {}},
-    "zero2 bf16": {"stage": 2, "dtype": {}},
-    "zero3 bf16": {"stage": 3, "dtype": {}},
-}
+LAYOUTS = {f"zero{stage}": {"stage": stage} for stage in (1, 2, 3)}
+LAYOUTS |= {f"{name} bf16": {**layout, "dtype": {}} for name, layout in LAYOUTS.items()}
 QUICK = ("zero2", "zero3")
 NAMES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow, id=name) for name in LAYOUTS

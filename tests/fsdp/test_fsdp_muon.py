@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 from fsdp_worker import whole
-from muon_sharded import by_rows, results, resumed, run, sharded, through
-from muon_worker import LATE, OPTIONS, SHAPES, STEPS, Known, alone, optimizer_of, wrong
+from muon_sharded import by_rows, resumed, run, sharded, through
+from muon_worker import LATE, OPTIONS, SHAPES, STEPS, Known, alone, optimizer_of, results, wrong
 from nests import assert_same, difference
 from ranks import error_of
 from torch import nn

@@ -11,7 +11,7 @@ import torch
 from doc_blocks import block_with
 from fsdp_worker import start, whole
 from nests import assert_same
-from ranks import on_ranks, ranks_of_sizes
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
@@ -189,13 +189,6 @@ def _read(model: nn.Module, optimizer: BlockwiseOptimizer, way: str, folder: Pat
         set_state_dict(model, optimizer, **states)
     else:
         set_optimizer_state_dict(model, optimizer, content["optimizer"])
-
-
-@pytest.fixture(scope="module")
-def standing_ranks(tmp_path_factory):
-    """Ranks of this file alone: ZeRO-3 replaces F.linear for good, and torchao notes what it is."""
-    with ranks_of_sizes(tmp_path_factory.mktemp) as of:
-        yield of
 
 
 # --- Plain PyTorch --------------------------------------------------------------------------------

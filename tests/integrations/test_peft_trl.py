@@ -16,7 +16,7 @@ from nests import assert_same
 from params import each
 from peft import LoraConfig, get_peft_model
 from places import ROOT
-from ranks import on_ranks, ranks_of_sizes
+from ranks import on_ranks
 from safetensors.torch import load_file, save_file
 from shared_memory import leave_out_shared_memory
 from transformers import BitsAndBytesConfig, LlamaForCausalLM, Trainer, TrainerCallback
@@ -123,13 +123,6 @@ def new_trainer(kind, ds_config, base, folder, output):
 def own_optimizer(args) -> dict:
     """Return what gives a Trainer our optimizer where no DeepSpeed config does."""
     return {} if args.deepspeed is not None else {"optimizer_cls_and_kwargs": hf.optimizer(args)}
-
-
-@pytest.fixture(scope="module")
-def standing_ranks(tmp_path_factory):
-    """Ranks of this file alone: what it imports changes DeepSpeed and torch."""
-    with ranks_of_sizes(tmp_path_factory.mktemp) as of:
-        yield of
 
 
 @each(MODES)

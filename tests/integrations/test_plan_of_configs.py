@@ -22,14 +22,11 @@ LLAMA_8B = {
     "vocab_size": 128256,
     "tie_word_embeddings": False,
 }
-QWEN3_8B = {
+QWEN3_8B = LLAMA_8B | {
     "model_type": "qwen3",
     "head_dim": 128,
-    "hidden_size": 4096,
     "intermediate_size": 12288,
-    "num_attention_heads": 32,
     "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
     "vocab_size": 151936,
 }
 

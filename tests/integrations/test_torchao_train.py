@@ -2,7 +2,6 @@
 """The demonstration with torchao's INT8 weights in its linear layers, under FSDP2."""
 
 import pytest
-from ranks import ranks_of_sizes
 from train_worker import FSDP2, row
 
 from examples.gpt.__main__ import INT8
@@ -16,13 +15,6 @@ RANKS = 2
 # The first two have learning rate 0, so three change the weights.
 STEPS = 5
 OPTIMIZER = "Adam8bitBlockwise"
-
-
-@pytest.fixture(scope="module")
-def standing_ranks(tmp_path_factory):
-    """Ranks of this file alone: ZeRO-3 replaces F.linear for good, and torchao notes what it is."""
-    with ranks_of_sizes(tmp_path_factory.mktemp) as of:
-        yield of
 
 
 def test_run_that_is_resumed_has_the_bits_of_one_that_never_stopped(standing_ranks, tmp_path):

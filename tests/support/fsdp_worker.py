@@ -34,23 +34,28 @@ OPTIONS = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
 class Weights(nn.Module):
     """Parameters whose gradients are known: those of the sum of their products with them."""
 
+    SHAPES = SHAPES
+
     def __init__(self, dtype: torch.dtype = torch.float32):
         super().__init__()
-        for number, (name, shape) in enumerate(SHAPES.items()):
+        for number, (name, shape) in enumerate(self.SHAPES.items()):
             values = torch.randn(shape, generator=torch.Generator().manual_seed(number))
             self.register_parameter(name, nn.Parameter(values.to(dtype)))
 
-    def forward(self, step: int) -> Tensor:
+    def forward(self, step: int, without: str = "") -> Tensor:
+        """Return the loss of a step, which one parameter may have no part in."""
         products = [
-            p * gradient(name, step).to(p.device, p.dtype) for name, p in self.named_parameters()
+            p * self.gradient(name, step).to(p.device, p.dtype)
+            for name, p in self.named_parameters()
+            if name != without
         ]
         return sum(product.float().sum() for product in products)
 
-
-def gradient(name: str, step: int) -> Tensor:
-    """Return a gradient of 4 bits: 3 times it is a bfloat16, so that the mean of ranks is exact."""
-    generator = torch.Generator().manual_seed(1000 * step + list(SHAPES).index(name))
-    return torch.randn(SHAPES[name], generator=generator).to(torch.float8_e4m3fn).float()
+    def gradient(self, name: str, step: int) -> Tensor:
+        """Return 4 bits: 3 times them are a bfloat16, so that the mean of ranks is exact."""
+        generator = torch.Generator().manual_seed(1000 * step + list(self.SHAPES).index(name))
+        numbers = torch.randn(self.SHAPES[name], generator=generator)
+        return numbers.to(torch.float8_e4m3fn).float()
 
 
 @dataclass(frozen=True)

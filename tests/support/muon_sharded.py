@@ -6,13 +6,12 @@ from pathlib import Path
 import torch
 from fsdp_checkpoints import load, save
 from fsdp_worker import whole
-from muon_worker import Known, optimizer_of
+from muon_worker import Known, optimizer_of, results
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-import zero8
 from examples.gpt.engines import join_ranks
 
 
@@ -37,22 +36,6 @@ def run(model, optimizer, begin: int, end: int, late: str = "") -> None:
         with torch.autocast("cpu", torch.bfloat16):  # which must not change what it computes
             optimizer.step()
         optimizer.zero_grad()
-
-
-def results(model, optimizer) -> dict[str, dict]:
-    """Return by parameter its values and its moments in float32, whole."""
-    states = zero8.export(optimizer)["state"]
-    names = [name for group in optimizer.param_groups for name in group["param_names"]]
-    values = dict(model.named_parameters())
-    found = {}
-    for number, name in enumerate(names):
-        moments = [
-            whole(states[number][key])
-            for key in ("momentum_buffer", "exp_avg", "exp_avg_sq")
-            if key in states[number]
-        ]
-        found[name] = {"values": whole(values[name].detach()), "moments": moments}
-    return found
 
 
 def codes(optimizer) -> dict:

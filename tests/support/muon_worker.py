@@ -2,8 +2,10 @@
 """A model that Muon steps on known gradients, in one process and on ranks, and what came of it."""
 
 import torch
+from fsdp_worker import Weights, whole
 from torch import Tensor, nn
 
+import zero8
 from zero8.optimizer.muon import Muon8bitBlockwise
 
 # Six ranks' partitions of Muon's parameters, of AdamW's, and of each alone have whole blocks of
@@ -32,28 +34,13 @@ OPTIONS = {
 STEPS = 3
 
 
-class Known(nn.Module):
-    """Parameters whose gradients are known: those of the sum of their products with them."""
+class Known(Weights):
+    """Its gradients are exact also where each rank's is divided before they are added."""
 
-    def __init__(self):
-        super().__init__()
-        for number, (name, shape) in enumerate(SHAPES.items()):
-            values = torch.randn(shape, generator=torch.Generator().manual_seed(number))
-            self.register_parameter(name, nn.Parameter(values))
+    SHAPES = SHAPES
 
-    def forward(self, step: int, without: str = "") -> Tensor:
-        """Return the loss of a step, which one parameter may have no part in."""
-        return sum(
-            (p * gradient(name, step).to(p.device)).sum()
-            for name, p in self.named_parameters()
-            if name != without
-        )
-
-
-def gradient(name: str, step: int) -> Tensor:
-    """Return a gradient of three times 4 bits: means over up to 3 ranks are exact."""
-    generator = torch.Generator().manual_seed(1000 * step + list(SHAPES).index(name))
-    return 3 * torch.randn(SHAPES[name], generator=generator).to(torch.float8_e4m3fn).float()
+    def gradient(self, name: str, step: int) -> Tensor:
+        return 3 * super().gradient(name, step)
 
 
 def optimizer_of(model: nn.Module, params=None, **options) -> Muon8bitBlockwise:
@@ -74,13 +61,23 @@ def alone(steps: int = STEPS, late: str = "") -> dict[str, dict]:
             optimizer.zero_grad()
     finally:
         torch.set_num_threads(threads)
-    return {
-        name: {
-            "values": p.detach().clone(),
-            "moments": [one.read(0, p.numel()).view(p.shape) for one in optimizer.moments(p)],
-        }
-        for name, p in model.named_parameters()
-    }
+    return results(model, optimizer)
+
+
+def results(model, optimizer) -> dict[str, dict]:
+    """Return by parameter its values and its moments in float32, whole."""
+    states = zero8.export(optimizer)["state"]
+    names = [name for group in optimizer.param_groups for name in group["param_names"]]
+    values = dict(model.named_parameters())
+    found = {}
+    for number, name in enumerate(names):
+        moments = [
+            whole(states[number][key])
+            for key in ("momentum_buffer", "exp_avg", "exp_avg_sq")
+            if key in states[number]
+        ]
+        found[name] = {"values": whole(values[name].detach()), "moments": moments}
+    return found
 
 
 def wrong(got: dict[str, dict], expected: dict[str, dict]) -> list[str]:
