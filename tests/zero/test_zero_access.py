@@ -8,19 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from deepspeed.utils import safe_set_full_optimizer_state
 from nests import assert_same
 from page_locked import page_locked
 from ranks import on_ranks
 from zero_worker import MOMENTS, Bag, base_optimizer, config, held, make_engine, plain, take_step
 
-from zero8.spec.adam import ADAM
-from zero8.spec.codec import DEFAULT_CODEC, codec_named
-from zero8.state.store import MomentStore
 from zero8.state.table import PieceTable
 
 STAGES = (2, 3)
-SET = "conv"  # lies on both ranks
 
 
 def stepped(steps=1, groups=None, **options):
@@ -40,39 +35,6 @@ def assert_steps_are_the_same(ours, theirs, step):
     for engine in (ours, theirs):
         take_step(engine, step)
     assert_same(held(ours), held(theirs))
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@on_ranks(2)
-def test_dense_moments_in_the_state_are_absorbed_by_the_next_step(stage):
-    """The same as writing them, bit for bit; afterwards the state is 8-bit again."""
-    given, written = stepped(2, stage=stage), stepped(2, stage=stage)
-    for which in MOMENTS:
-        for state in states_of(given):
-            state[which] = state[which].clone() * 3.0
-            assert type(state[which]) is torch.Tensor
-        for state in states_of(written):
-            state[which].copy_(state[which].clone() * 3.0)
-    assert_steps_are_the_same(given, written, 2)
-    assert all(state["exp_avg"].store.codes.dtype == torch.uint8 for state in states_of(given))
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@on_ranks(2)
-def test_moments_that_were_written_have_an_unknown_history(stage):
-    """The clip of the update rests on moments that steps have made: others must not be clipped."""
-    engine = stepped(2, stage=stage)
-    assert all(state["history"] < 53 for state in states_of(engine))
-    for which in MOMENTS:
-        ones = torch.ones(Bag.SHAPES[SET])
-        safe_set_full_optimizer_state(getattr(engine.module, SET), ones, which)
-    take_step(engine, 2)
-    written = [
-        state
-        for state in states_of(engine)
-        if any(piece.name == SET for piece in state["exp_avg"].store.table.pieces)
-    ]
-    assert written and all(state["history"] > 1e38 for state in written)
 
 
 @on_ranks(2)
@@ -98,20 +60,6 @@ def test_state_dict_keeps_the_identity_that_the_dither_depends_on():
     assert states_of(fresh)[0]["history"] < 53
     for which in MOMENTS:
         assert_same(plain(state[which]), saved[which])
-
-
-@on_ranks(2)
-def test_state_dict_of_another_codec_is_encoded_again():
-    engine, other = stepped(), stepped(0, codec="dynamic")
-    base_optimizer(other).load_state_dict(copy.deepcopy(base_optimizer(engine).state_dict()))
-    (got,), (saved,) = held(other)["states"], held(engine)["states"]
-    table = PieceTable(saved["pieces"], len(saved["master"]))
-    for which in MOMENTS:
-        rule = ADAM.moment(which)
-        source = MomentStore(codec_named(DEFAULT_CODEC), rule, table, *saved[which])
-        expected = MomentStore.zeros(codec_named("dynamic"), rule, table)
-        expected.write(0, source.read(0, table.numel))
-        assert_same(got[which], (expected.codes, expected.scales, expected.dense))
 
 
 @pytest.mark.parametrize("include", [[], *([one] for one in OffloadStateTypeEnum)], ids=str)
