@@ -42,34 +42,18 @@ def packages(path: Path) -> set[str]:
     return {target.partition(".")[0] for target in imported(path)}
 
 
-def part_of(source: str) -> str:
-    """Return the part that a file of zero8 belongs to, by its path in the package."""
-    path = PurePosixPath(source).with_suffix("")
-    places = [str(up) for up in (path, *path.parents) if any(str(up) in layer for layer in LAYERS)]
-    assert len(places) == 1, f"zero8/{source}: expected one place in LAYERS, got {places}"
-    return places[0]
-
-
-def layer_of(part: str) -> int:
-    (number,) = (number for number, layer in enumerate(LAYERS) if part in layer)
-    return number
-
-
-def source_of(target: str) -> str:
-    """Return the file of zero8 that defines what is imported by a full name."""
-    # `from zero8.a import b` imports the module zero8.a.b, or a name of zero8.a.
-    *folders, name = target.split(".")[1:] or [""]
-    while True:
-        path = "/".join([*folders, name])
-        for source in (f"{path}.py", f"{path}/__init__.py".removeprefix("/")):
-            if source in SOURCES:
-                return source
-        *folders, name = folders or [""]
+def layers_of(path: PurePosixPath) -> list[tuple[int, str]]:
+    """Return the layer and the part that a file or a name in it belongs to, by its path."""
+    ups = {str(up) for up in (path, *path.parents)}
+    return [(number, part) for number, layer in enumerate(LAYERS) for part in layer & ups]
 
 
 def points_up(source: str, target: str) -> bool:
-    part, below = part_of(source), part_of(source_of(target))
-    return below != part and layer_of(below) >= layer_of(part)
+    found = layers_of(PurePosixPath(source).with_suffix(""))
+    assert len(found) == 1, f"zero8/{source}: expected one place in LAYERS, got {found}"
+    # What is in no module is a name of zero8 itself.
+    below = layers_of(PurePosixPath(*target.split(".")[1:])) or layers_of(PurePosixPath("__init__"))
+    return below != found and below[0][0] >= found[0][0]
 
 
 def test_layers_imports_point_to_lower_layers():

@@ -13,17 +13,7 @@ import pytest
 
 from zero8.op import cuda_compile
 
-NO_NVCC = "no nvcc: make setup"
-NO_AIO = "no libaio: apt-get install libaio-dev"
-NO_NVRTC = "no NVRTC through CuPy: make setup"
-
 AARCH64_COMPILER, AARCH64_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
-AARCH64_PACKAGES = ("g++-aarch64-linux-gnu", "qemu-user")
-NO_AARCH64 = f"no compiler or emulator for aarch64: apt-get install {' '.join(AARCH64_PACKAGES)}"
-NO_GUEST = (
-    "no QEMU, or no kernel of Debian in /boot and /lib/modules for it: "
-    "apt-get install qemu-system-x86 linux-image-amd64 busybox-static"
-)
 
 
 def need(missing: str | None) -> None:
@@ -36,7 +26,7 @@ def need(missing: str | None) -> None:
 
 def need_nvcc() -> None:
     """Skip the test, or fail in CI, without nvcc."""
-    need(None if cuda_compile.nvcc() else NO_NVCC)
+    need(None if cuda_compile.nvcc() else "no nvcc: make setup")
 
 
 def need_nvrtc() -> None:
@@ -45,14 +35,15 @@ def need_nvrtc() -> None:
     try:
         cuda_compile.compiler("nvrtc")
     except RuntimeError:
-        missing = NO_NVRTC
+        missing = "no NVRTC through CuPy: make setup"
     need(missing)
 
 
 def need_aarch64() -> None:
     """Skip the test, or fail in CI, without a compiler for aarch64 and an emulator of it."""
     tools = (AARCH64_COMPILER, AARCH64_EMULATOR)
-    need(None if all(shutil.which(tool) for tool in tools) else NO_AARCH64)
+    missing = "no g++ for aarch64, or no emulator: apt-get install g++-aarch64-linux-gnu qemu-user"
+    need(None if all(shutil.which(tool) for tool in tools) else missing)
 
 
 def need_guest() -> Path:
@@ -60,7 +51,9 @@ def need_guest() -> Path:
     kernels = [Path(f"/boot/vmlinuz-{folder.name}") for folder in Path("/lib/modules").glob("*")]
     kernels = [path for path in kernels if path.is_file()]
     has_tools = shutil.which("qemu-system-x86_64") and Path("/bin/busybox").is_file()
-    need(None if kernels and has_tools else NO_GUEST)
+    missing = "no QEMU, or no kernel of Debian in /boot and /lib/modules for it: apt-get install "
+    missing += "qemu-system-x86 linux-image-amd64 busybox-static"
+    need(None if kernels and has_tools else missing)
     return max(kernels)
 
 
@@ -70,5 +63,6 @@ def need_nvme() -> None:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     builder = AsyncIOBuilder()
-    need(None if builder.has_function("io_submit", ("aio",)) else NO_AIO)
+    missing = "no libaio: apt-get install libaio-dev"
+    need(None if builder.has_function("io_submit", ("aio",)) else missing)
     builder.load(verbose=False)
