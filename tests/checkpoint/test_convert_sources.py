@@ -5,7 +5,9 @@ import pytest
 import torch
 from convert_cases import converted, refusal, same
 from convert_model import saved_plain, unnamed_groups
+from fsdp_checkpoints import content_of
 from small_optimizers import run, small_model
+from torch.distributed import checkpoint as dcp
 
 import zero8
 from zero8 import Adam8bitBlockwise, Lion8bitBlockwise, SGD8bitBlockwise
@@ -104,16 +106,11 @@ def test_convert_carries_states_to_bitsandbytes_and_back(tmp_path):
 
 def test_convert_of_a_flattened_folder_is_that_of_a_nested_one(tmp_path):
     """`flatten_optimizer_state_dict` writes the groups' settings under each parameter's name."""
-    from torch.distributed import checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-
     model, optimizer = saved_plain(tmp_path / "plain")
     for name, flat in (("nested", False), ("flat", True)):
-        options = StateDictOptions(flatten_optimizer_state_dict=flat)
-        content = zip(
-            ("model", "optim"), get_state_dict(model, optimizer, options=options), strict=True
-        )
-        dcp.save(dict(content), checkpoint_id=tmp_path / name, no_dist=True)
+        content = content_of(model, optimizer, flatten_optimizer_state_dict=flat)
+        content["optim"] = content.pop("optimizer")  # any name
+        dcp.save(content, checkpoint_id=tmp_path / name, no_dist=True)
         converted(tmp_path / name, tmp_path / f"{name}-plain", "plain")
     nested, flat, plain = (
         torch.load(tmp_path / name, weights_only=True)["optimizer"]

@@ -92,11 +92,7 @@ def full_for(name):
 
 # The rank whose disk is full, the file that has no room, and how.
 CASES = {
-    "optimizer states": (
-        1,
-        "pp_rank_1_mp_rank_00_optim_states.pt",
-        lambda: file_size_limit(20_000),
-    ),
+    "optimizer states": (1, "pp_rank_1_mp_rank_00_optim_states.pt", lambda: file_size_limit(20000)),
     "nothing fits": (0, "zero8", lambda: file_size_limit(10)),
     "manifest": (0, "zero8_manifest.json", lambda: full_for("zero8_manifest.json")),
     "name": (0, "latest", lambda: full_for("latest")),

@@ -12,7 +12,7 @@ from pathlib import Path
 import lightning
 import pytest
 import torch
-from fsdp_worker import whole
+from fsdp_worker import results, whole
 from lightning.pytorch import strategies
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -127,12 +127,7 @@ def bits(model: lightning.LightningModule) -> dict:
     strategy = model.trainer.strategy
     if isinstance(strategy, strategies.DeepSpeedStrategy):
         return held(strategy.deepspeed_engine)
-    states = model.optimizers(use_pl_optimizer=False).state_dict()["state"]
-    found = {}
-    for number, (name, p) in enumerate(model.named_parameters()):
-        entries = {key: whole(value) for key, value in states.get(number, {}).items()}
-        found[name] = {"values": whole(p.detach()), **entries}
-    return found
+    return results(model, model.optimizers(use_pl_optimizer=False))
 
 
 def batches() -> DataLoader:

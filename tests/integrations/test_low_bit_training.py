@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from doc_blocks import block_with
+from fsdp_checkpoints import content_of
 from fsdp_worker import start, whole
 from nests import assert_same
 from ranks import on_ranks
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
-    get_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
 )
@@ -161,7 +161,7 @@ def _contents(model: nn.Module, optimizer: BlockwiseOptimizer, way: str) -> dict
     if way == "rank":
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     if way == "classes":
-        return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        return content_of(model, optimizer)
     return {"model": tensors(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 

@@ -207,16 +207,7 @@ for _ in range(9):
 # What changes in a state dict.
 UNLOADED = {
     f"a step of {value}": (entry("step", value), "state entry step: got")
-    for value in (
-        None,
-        -1,
-        1.5,
-        float("nan"),
-        float("inf"),
-        "x",
-        2**70,
-        torch.ones((), device=META),
-    )
+    for value in (None, -1, 1.5, torch.nan, torch.inf, "x", 2**70, torch.ones((), device=META))
 } | {
     "no step": (without("step"), "step"),
     "no history": (without("history"), "history"),

@@ -2,9 +2,11 @@
 """A model with parameters of every kind, whose gradients are the same in every framework."""
 
 import torch
+from fsdp_worker import whole
 from torch import Tensor, nn
 from zero_worker import Bag, pattern
 
+import zero8
 from zero8 import Adam8bitBlockwise
 
 SHAPES = {
@@ -45,8 +47,8 @@ class Mixed(Bag):
         return torch.ldexp((mantissa * 16).round() / 16, exponent)
 
 
-def named_groups(model: nn.Module, only: set[str] | None = None) -> list[dict]:
-    """Return the groups with the names of their parameters, those in `only` if given."""
+def named_groups(model: nn.Module, only: set[str] | None = None, groups=GROUPS) -> list[dict]:
+    """Return groups with the names of their parameters, those in `only` if given."""
     return [
         {
             **{key: value for key, value in group.items() if key != "names"},
@@ -56,7 +58,7 @@ def named_groups(model: nn.Module, only: set[str] | None = None) -> list[dict]:
                 if only is None or name in only
             ],
         }
-        for group in GROUPS
+        for group in groups
     ]
 
 
@@ -68,18 +70,20 @@ def run(model: nn.Module, optimizer, steps) -> None:
 
 
 def results(model: nn.Module, optimizer) -> dict[str, dict]:
-    """Return by parameter values and moments in float32, in copies."""
+    """Return by parameter values and moments in float32, whole, in copies."""
+    states = zero8.export(optimizer)["state"]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    state_of = {p: states.get(number, {}) for number, p in enumerate(params)}
     found = {}
     for name, p in model.named_parameters():
-        found[name] = {"values": p.detach().clone().float()}
-        if optimizer.state.get(p):
-            for store in optimizer.moments(p):
-                found[name][store.name] = store.read(0, p.numel()).view(p.shape)
+        moments = {k: whole(v) for k, v in state_of.get(p, {}).items() if k.startswith("exp_avg")}
+        found[name] = {"values": whole(p.detach()).float(), **moments}
     return found
 
 
-def unnamed_groups(model: nn.Module) -> list[dict]:
-    return [{**g, "params": [p for _, p in g["params"]]} for g in named_groups(model)]
+def unnamed_groups(model: nn.Module, groups=GROUPS) -> list[dict]:
+    named = named_groups(model, groups=groups)
+    return [{**group, "params": [p for _, p in group["params"]]} for group in named]
 
 
 def train(dtype=torch.float32, groups_of=named_groups, **keywords):

@@ -4,9 +4,9 @@
 from pathlib import Path
 
 import torch
-from convert_model import SAVED_AFTER, STEPS, Mixed, named_groups, run, unnamed_groups
+from convert_model import SAVED_AFTER, STEPS, Mixed, named_groups, results, run, unnamed_groups
 from fsdp_checkpoints import content_of
-from fsdp_worker import start, whole
+from fsdp_worker import start
 from ranks import error_of
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import set_state_dict
@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from zero_worker import base_optimizer, config, held, make_engine, take_step
 
-import zero8
 from zero8 import Adam8bitBlockwise
 
 
@@ -101,22 +100,9 @@ def load_dcp(jobs: list[dict]) -> list[dict]:
             model_state_dict=content["model"],
             optim_state_dict=content["optimizer"],
         )
-        loaded = _whole(model, optimizer)
+        loaded = results(model, optimizer)
         run(model, optimizer, range(SAVED_AFTER, STEPS))
         groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        stepped = _whole(model, optimizer)
+        stepped = results(model, optimizer)
         found.append({"loaded": loaded, "stepped": stepped, "groups": groups})
-    return found
-
-
-def _whole(model, optimizer) -> dict[str, dict]:
-    states = zero8.export(optimizer)["state"]
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    number = {p: n for n, p in enumerate(params)}
-    found = {}
-    for name, p in model.named_parameters():
-        found[name] = {"values": whole(p.detach()).float()}
-        for which in ("exp_avg", "exp_avg_sq"):
-            if number[p] in states:
-                found[name][which] = whole(states[number[p]][which])
     return found

@@ -148,7 +148,7 @@ def results(model: nn.Module, optimizer) -> dict[str, dict]:
     states = optimizer.state_dict()["state"]
     found = {}
     for number, (name, p) in enumerate(model.named_parameters()):
-        entries = {key: whole(value) for key, value in states[number].items()}
+        entries = {key: whole(value) for key, value in states.get(number, {}).items()}
         found[name] = {"values": whole(p.detach()), **entries}
     return found
 

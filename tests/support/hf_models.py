@@ -97,18 +97,17 @@ def arguments(folder, made=TrainingArguments, **others) -> TrainingArguments:
     )
 
 
-def trainer(folder, model=None, stop_after=None, callbacks=(), **others) -> Trainer:
+def trainer(folder, model=None, stop_after=None, **others) -> Trainer:
     """Return a Trainer; `others` are arguments of it, or of `arguments`."""
     for_trainer = {
         k: others.pop(k) for k in ("optimizers", "optimizer_cls_and_kwargs") if k in others
     }
     args = others.pop("args", None) or arguments(folder, **others)
-    stop = [StopAfter(stop_after)] if stop_after else []
     return Trainer(
         model or small_llama(),
         args,
         train_dataset=Texts(),
-        callbacks=[*stop, *callbacks],
+        callbacks=[StopAfter(stop_after)] if stop_after else [],
         **for_trainer,
     )
 

@@ -17,22 +17,23 @@ import zero8
 EXPERTS = 4
 LOCAL = "moe.deepspeed_moe.experts.deepspeed_experts."
 DENSE = {"dense": (50, 100), "moe.deepspeed_moe.gate.wg.weight": (EXPERTS, 96)}
-# {name: (config, how many ranks the experts are spread over)}
+# By where the experts are: on every rank, or spread over two.
 EXPERT_LAYOUTS = {
-    "zero1, experts on every rank": (config(stage=1, offload=None), 1),
-    "zero1, experts on two ranks": (config(stage=1, offload=None), 2),
-    "zero1 round robin, experts on two ranks": (
-        config(stage=1, offload=None, zero={"round_robin_gradients": True}),
-        2,
+    "zero1, experts on every rank": config(1, None),
+    "zero1, experts on two ranks": config(1, None),
+    "zero1 round robin, experts on two ranks": config(
+        1, None, zero={"round_robin_gradients": True}
     ),
-    "zero1 bf16, fp32 gradients, experts on two ranks": (
-        config(stage=1, offload=None, dtype={}) | {"data_types": {"grad_accum_dtype": "fp32"}},
-        2,
-    ),
-    "zero2 offload, experts on every rank": (config(stage=2), 1),
-    "zero2 offload, experts on two ranks": (config(stage=2), 2),
-    "zero2 bf16, experts on two ranks": (config(stage=2, offload=None, dtype={}), 2),
+    "zero1 bf16, fp32 gradients, experts on two ranks": config(1, None, dtype={})
+    | {"data_types": {"grad_accum_dtype": "fp32"}},
+    "zero2 offload, experts on every rank": config(2),
+    "zero2 offload, experts on two ranks": config(2),
+    "zero2 bf16, experts on two ranks": config(2, None, dtype={}),
 }
+
+
+def ep_size_of(name):
+    return 2 if name.endswith("two ranks") else 1
 
 
 def numbered(name, ep_size, place):
@@ -68,9 +69,9 @@ class Experts(torch.nn.Module):
 
 def step_experts(name, steps):
     """Step in a layout; return what this rank holds, its pieces by numbered names."""
-    ds_config, ep_size = EXPERT_LAYOUTS[name]
+    ep_size = ep_size_of(name)
     model = Experts(ep_size)
-    engine = make_engine(ds_config, model)
+    engine = make_engine(EXPERT_LAYOUTS[name], model)
     for step in range(steps):
         take_step(engine, step)
     result = held(engine) | {"group keys": [sorted(g) for g in base_optimizer(engine).param_groups]}
@@ -84,7 +85,7 @@ def step_experts(name, steps):
 
 def expert_reference(name, steps):
     """Return {numbered name: (weights, its state)} of plain optimizers, one for each place."""
-    ds_config, ep_size = EXPERT_LAYOUTS[name]
+    ep_size, options = ep_size_of(name), EXPERT_LAYOUTS[name]["optimizer"]["params"]
     expected = {}
     for place in range(ep_size):
         shapes = dict(DENSE)
@@ -94,7 +95,7 @@ def expert_reference(name, steps):
             n: torch.nn.Parameter(pattern(f"init {numbered(n, ep_size, place)}", shape))
             for n, shape in shapes.items()
         }
-        optimizer = zero8.Adam8bitBlockwise(params.items(), **ds_config["optimizer"]["params"])
+        optimizer = zero8.Adam8bitBlockwise(params.items(), **options)
         for step in range(steps):
             for n, p in params.items():
                 p.grad = pattern(f"{numbered(n, ep_size, place)} {step}", p.shape)

@@ -9,6 +9,7 @@ partition boundary cuts may differ, as each side has a scale of its own.
 import deepspeed
 import pytest
 import torch
+from convert_model import named_groups, unnamed_groups
 from nests import difference
 from params import each, layouts_to_run
 from ranks import on_ranks
@@ -91,16 +92,6 @@ GROUPS = (
 )
 
 
-def groups_of(bag, named):
-    """Return GROUPS over a bag's parameters, with their names or without."""
-    groups = []
-    for group in GROUPS:
-        options = {key: value for key, value in group.items() if key != "names"}
-        members = [(name, getattr(bag, name)) for name in group["names"]]
-        groups.append({**options, "params": members if named else [p for _, p in members]})
-    return groups
-
-
 def halve_lr(optimizer):
     """Do what a learning-rate schedule does between steps."""
     for group in optimizer.param_groups:
@@ -116,7 +107,7 @@ def step_layouts(layouts):
                 bag = Bag()
         else:
             bag = Bag()
-        groups = groups_of(bag, named=False) if "groups" in name else None
+        groups = unnamed_groups(bag, GROUPS) if "groups" in name else None
         engine = make_engine(ds_config, bag, groups)
         for step in range(STEPS):
             for _ in range(engine.gradient_accumulation_steps()):
@@ -156,7 +147,7 @@ def reference(name, ds_config):
         low, bag = low.half(), bag.half().float()
     if ds_config.get("bf16", {}).get("bf16_master_weights_and_grads"):
         low, bag = low.bfloat16(), bag.bfloat16()
-    params = groups_of(bag, named=True) if "groups" in name else list(bag.named_parameters())
+    params = named_groups(bag, groups=GROUPS) if "groups" in name else list(bag.named_parameters())
     optimizer = zero8.Adam8bitBlockwise(params, **ds_config["optimizer"]["params"])
     if name in ("zero0 bf16", "zero0 fp16"):
         # DeepSpeed's wrapper takes a step with zero gradients when it is made.
