@@ -218,10 +218,18 @@ def test_training_lowers_the_loss_and_resumes_with_the_same_bits(kind, dtype, tm
     assert_same(bits(resumed, other), expected[1])
 
 
+def stepped(kind: str | None, dtype: torch.dtype, change=lambda model: model, **keywords):
+    """Return `bits` after steps with known gradients, in plain PyTorch if nothing shards it."""
+    model = change(new_model(kind, dtype))
+    optimizer = optimizer_of(model, **keywords)
+    step_with_gradients(model, optimizer, STEPS)
+    return bits(model, optimizer)
+
+
 @pytest.mark.parametrize("kind", WRAPPED)
 @of_each_dtype
 def test_step_of_wrapped_weights_has_the_bits_of_plain_ones(kind, dtype):
-    found, expected = (stepped_alone(one, dtype) for one in (kind, None))
+    found, expected = (stepped(one, dtype) for one in (kind, None))
     inside = "_tensor" if kind == "float8" else "_data"
     renamed = {name.replace(f".{inside}", ""): value for name, value in found.items()}
     assert_same(renamed, expected)
@@ -243,35 +251,19 @@ def test_step_in_the_backward_has_the_bits_of_one_after_it(kind):
 # --- FSDP2 ----------------------------------------------------------------------------------------
 
 
-def stepped(kind: str, dtype: torch.dtype, **keywords) -> dict:
-    """Return `bits` after steps with known gradients under FSDP2."""
-    model = sharded(new_model(kind, dtype))
-    optimizer = optimizer_of(model, **keywords)
-    step_with_gradients(model, optimizer, STEPS)
-    return bits(model, optimizer)
-
-
-def stepped_alone(kind: str, dtype: torch.dtype, **keywords) -> dict:
-    """Return `bits` after steps with known gradients in plain PyTorch."""
-    model = new_model(kind, dtype)
-    optimizer = optimizer_of(model, **keywords)
-    step_with_gradients(model, optimizer, STEPS)
-    return bits(model, optimizer)
-
-
 @of_each_dtype
 @pytest.mark.parametrize("rounding", ["dither", "hash"])
 @on_ranks(2)
 def test_fsdp2_step_of_int8_weights_has_the_bits_of_one_process(rounding, dtype):
     arguments = {"kind": "int8", "dtype": dtype, "stochastic_rounding": rounding}
-    assert_same(stepped(**arguments), stepped_alone(**arguments))
+    assert_same(stepped(**arguments, change=sharded), stepped(**arguments))
 
 
 @pytest.mark.parametrize("kind", WRAPPED)
 @on_ranks(2)
 def test_fsdp2_step_of_wrapped_weights_has_the_bits_of_one_process(kind):
     arguments = kind, torch.bfloat16
-    assert_same(stepped(*arguments), stepped_alone(*arguments))
+    assert_same(stepped(*arguments, change=sharded), stepped(*arguments))
 
 
 def save_and_resume(kind: str, way: str, folder: Path) -> dict:

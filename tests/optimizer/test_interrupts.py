@@ -23,25 +23,17 @@ def ctrl_c():
     signal.signal(SIGINT, before)
 
 
-@pytest.fixture
-def pair():
-    """Return parameters and optimizers of two equal models, after a step."""
-    models = [small_model(), small_model()]
-    optimizers = [Adam8bitBlockwise(model.named_parameters(), lr=0.1) for model in models]
-    params = [list(model.parameters()) for model in models]
-    for one, optimizer in zip(params, optimizers, strict=True):
-        run(optimizer, one, 1)
-    return params, optimizers
-
-
 def assert_alike(params, optimizers):
     assert_equal(*params)
     assert_same(*(optimizer.state_dict()["state"] for optimizer in optimizers))
 
 
-def test_interrupt_as_the_kernel_returns_leaves_a_step_that_is_done_and_noted(pair, monkeypatch):
-    params, optimizers = pair
-    for one in params:
+def test_interrupt_as_the_kernel_returns_leaves_a_step_that_is_done_and_noted(monkeypatch):
+    models = [small_model(), small_model()]
+    optimizers = [Adam8bitBlockwise(model.named_parameters(), lr=0.1) for model in models]
+    params = [list(model.parameters()) for model in models]
+    for one, optimizer in zip(params, optimizers, strict=True):
+        run(optimizer, one, 1)
         set_grads(one, 1)
     optimizers[1].step()
     taken = Call.take

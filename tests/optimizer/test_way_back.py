@@ -29,13 +29,18 @@ def test_export_loads_into_adamw_which_holds_the_decoded_moments_and_steps():
     adamw.step()
 
 
-def test_export_of_a_zero_partition_is_refused_with_the_command_to_use():
+def test_states_of_a_zero_partition_on_their_way_back_are_refused_with_the_command_to_use():
     params, optimizer = trained()
     p = params["wide"]
-    moment = MomentTensor(optimizer.moments(p)[0])
-    optimizer.state[p] = {"step": 2, "history": 1.0, "exp_avg": moment, "exp_avg_sq": moment}
+    moments = [MomentTensor(store) for store in optimizer.moments(p)]
+    state = dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
+    optimizer.state[p] = {"step": 2, "history": 1.0, **state}
     with pytest.raises(ValueError, match="--to zero for DeepSpeed's"):
         zero8.export(optimizer)
+    with pytest.raises(ValueError, match="--to zero for DeepSpeed's"):
+        torch.optim.AdamW([p]).load_state_dict(
+            {"state": {0: state}, "param_groups": [{"params": [0]}]}
+        )
 
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
@@ -51,15 +56,6 @@ def test_load_of_our_states_into_another_optimizer_is_refused_and_changes_nothin
     with pytest.raises(ValueError, match=f"which {optimizer_class.__name__} cannot read. Go on"):
         other.load_state_dict(saved)
     assert other.param_groups[0]["lr"] == 3.0 and not other.state
-
-
-def test_load_of_states_of_zero_into_another_optimizer_is_refused():
-    params, ours = trained()
-    p = params["wide"]
-    moments = [MomentTensor(store) for store in ours.moments(p)]
-    saved = {"state": {0: dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))}}
-    with pytest.raises(ValueError, match="--to zero for DeepSpeed's"):
-        torch.optim.AdamW([p]).load_state_dict(saved | {"param_groups": [{"params": [0]}]})
 
 
 def test_load_of_what_is_not_ours_is_left_to_torch():
