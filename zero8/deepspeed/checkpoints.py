@@ -153,6 +153,7 @@ def load_universal3(_: Callable, zero: Any, checkpoint_dir: str) -> None:
             zero._optimizer_states_and_gradient_swap_out(number)
 
 
+@torch.no_grad()  # autograd would keep every part of weights that were saved as parameters
 def _load_sub_group(zero: Any, number: int, targets: dict[str, Tensor], folder: Path) -> None:
     """Read the parts of a sub-group's parameters, one at a time, into flat tensors."""
     for name, target in targets.items():
