@@ -58,7 +58,7 @@ def run(op, *command, **environment):
 @pytest.mark.timeout(1800)
 @pytest.mark.slow
 def test_steps_and_states_that_arrive_under_the_sanitizers_touch_no_other_memory(op, tmp_path):
-    names = "record_check random_steps convert state_arrival zero_arrival".split()
+    names = "record_check random_steps kernel_convert state_arrival zero_arrival".split()
     files = [path for name in names for path in TESTS.rglob(f"test_{name}.py")]
     # -s: a sanitizer ends the process, with whatever pytest has captured until then.
     options = ["-qs", "-p", "sanitized_op", "-p", "no:cacheprovider", "--rootdir", ROOT]
