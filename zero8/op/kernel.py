@@ -98,8 +98,8 @@ def write_record(
     """Write the `SEGMENT` of one piece of a parameter, but for scalars, phases and copies.
 
     The arguments are attributes of `zero8.spec.segment.Segment`, and the number of its algorithm in
-    `csrc/algorithms.h`.  Tensors are contiguous, on the
-    kernel's device, and of a size that fits `param`.
+    `csrc/algorithms.h`.  Tensors are contiguous, on the kernel's device, and of a size that fits
+    `param`.
     """
     record["param"], record["grad"] = param.data_ptr(), grad.data_ptr()
     others = {"correction": correction, "weight_sums": weight_sums, "row_scales": row_scales}
@@ -177,7 +177,7 @@ class CpuKernel:
 
 
 class CodedMoment(NamedTuple):
-    """Elements of a moment in host memory that are whole blocks, or a shard's parts of blocks."""
+    """Elements of a moment that are whole blocks, or a shard's parts of blocks."""
 
     rule: MomentRule
     codes: Tensor
@@ -192,14 +192,14 @@ _WRITE = {(True, False): 7, (True, True): 8, (False, True): 9}  # and whether it
 
 
 def read_moment(coded: CodedMoment, values: Tensor) -> None:
-    """Decode into float32 values as `dequantize` does; to NaN where scales are not finite."""
+    """Decode on the CPU as `dequantize` does, into float32 values; NaN if scales are not finite."""
     if coded.scales.data_ptr() % coded.scales.element_size():  # in a mapped file
         coded = coded._replace(scales=coded.scales.clone())
     _convert(coded, values, _READ[coded.rule.is_signed])
 
 
 def write_moment(coded: CodedMoment, values: Tensor) -> None:
-    """Encode float32 values as `quantize` does without a step.
+    """Encode float32 values on the CPU as `quantize` does without a step.
 
     Blocks with a value that the moment cannot have get scales of NaN.
     """

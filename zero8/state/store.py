@@ -236,23 +236,23 @@ class MomentStore:
         wide_end = min(start_of(highest + 1) - piece.first, piece.numel)
         return wide_begin, wide_end, lowest - base, highest - lowest + 1
 
-    def _coded(self, number: int, begin: int, end: int) -> CodedMoment:
-        """Return the codes and scales of elements of a quantized piece, widened to whole blocks."""
+    def _coded(self, number: int, begin: int, end: int) -> tuple[CodedMoment, int, int]:
+        """Return elements of a quantized piece, widened to whole blocks, and which these are."""
         assert self.codec is not None, "float32 moments have no code"
         begin, end, *blocks = self._blocks(number, begin, end)
         piece, moment = self.table.pieces[number], self.piece(number)
         assert moment.scales is not None, "a piece with codes has scales"
         codes, scales = moment.values[self.bytes_of(number, begin, end)], moment.scales
         place = self.codec, piece.grid, piece.first + begin
-        return CodedMoment(self.rule, codes, scales.narrow(0, *blocks), *place)
+        return CodedMoment(self.rule, codes, scales.narrow(0, *blocks), *place), begin, end
 
     def _decoded(self, number: int, begin: int, end: int) -> Tensor:
         if not self.table.pieces[number].is_quantized:
             return self.piece(number).values[begin:end]
-        wide_begin, wide_end, *_ = self._blocks(number, begin, end)
+        coded, wide_begin, wide_end = self._coded(number, begin, end)
         read = kernel.read_moment if self.codes.device.type == "cpu" else _dequantized
         x = torch.empty(wide_end - wide_begin, device=self.codes.device)
-        read(self._coded(number, begin, end), x)
+        read(coded, x)
         return x[begin - wide_begin : end - wide_begin]
 
     def _encode(self, number: int, begin: int, new: Tensor) -> None:
@@ -260,13 +260,13 @@ class MomentStore:
         if not self.table.pieces[number].is_quantized:
             self.piece(number).values[begin:end] = new
             return
-        wide_begin, wide_end, *_ = self._blocks(number, begin, end)
+        coded, wide_begin, wide_end = self._coded(number, begin, end)
         x = new.contiguous()
         if (wide_begin, wide_end) != (begin, end):
             x = self._decoded(number, wide_begin, wide_end)
             x[begin - wide_begin : end - wide_begin] = new
         write = kernel.write_moment if self.codes.device.type == "cpu" else _quantized
-        write(self._coded(number, begin, end), x)
+        write(coded, x)
 
 
 # --- On a GPU, what the kernel does on the CPU ----------------------------------------------------
