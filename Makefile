@@ -107,14 +107,15 @@ gpu-train: $(if $(GPU_PYTHON),,.venv/.train)
 	PYTHON=$(or $(GPU_PYTHON),$(VENV_PYTHON)) MODEL=1b STEPS=50 OUT=runs/gpu_fsdp2 ENGINE=fsdp2 \
 	  CONFIG=configs/gpu/fsdp2_offload_1b.toml launch/local.sh
 
-# Two files at a time, as most tests use one core; long files before those of ranks, which are short
-# and stand last in the alphabet.  Threads that wait leave their core to the other file.
+# Two files at a time, as most tests use one core, in the order of tests/conftest.py.  Threads that
+# wait leave their core to the other file.
 PYTEST := OMP_WAIT_POLICY=passive $(RUN) -m pytest
 TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 # Within tests, which have time limits, ranks would wait for it.
 BUILD := $(RUN) -c 'from zero8.op import build; build.load()'
-# And DeepSpeed's AdamW beside it, which compiles for a minute on one core.
-BUILD_ADAMW := $(RUN) -m examples.gpt --build --optimizer AdamW
+# And DeepSpeed's AdamW beside it.  By another name of the compiler, ranks would build it again.
+BUILD_ADAMW := PATH="$(CURDIR)/tests/support/quick_cxx:$(CURDIR)/.venv/bin:$$PATH" \
+  $(VENV_PYTHON) -m examples.gpt --build --optimizer AdamW
 # And for a disk its aio too: within tests, ranks would wait for both.
 BUILD_AIO := $(BUILD_ADAMW) --config configs/zero3_nvme.json
 

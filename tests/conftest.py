@@ -18,11 +18,8 @@ settings.register_profile("zero8", derandomize=True, database=None, deadline=Non
 settings.load_profile("zero8")
 
 
-# Compiling DeepSpeed's ops takes minutes, in which others wait for them: what compiles them comes
-# first, then what needs none of them, and last what needs the one that takes longest, aio.
-COMPILING = ("bench/test_bench.py", "nvme/test_zero3_nvme.py")
-NEEDING_NONE = ("cuda", "kernel", "spec", "state")
-NEEDING_AIO = ("nvme", "checkpoint/test_zero_integrity.py")
+# Long files: a run ends with short ones, so that no core waits long for the other.
+FIRST = ("fsdp", "kernel", "nvme", "train", "zero")
 
 # `make test-nightly` runs the slow tests of these: they compile or train for minutes, and what they
 # guard changes seldom.
@@ -43,23 +40,14 @@ NIGHTLY = (
 
 
 def pytest_collection_modifyitems(items):
-    """Mark what is nightly or needs a GPU; sort so that two files seldom wait for each other."""
+    """Mark what is nightly or needs a GPU; put long files first."""
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="there is no GPU"))
         path = item.path.relative_to(TESTS)
         if item.get_closest_marker("slow") and any(map(path.is_relative_to, NIGHTLY)):
             item.add_marker("nightly")
-
-    def turn(item):
-        path = item.path.relative_to(TESTS)
-        if str(path) in COMPILING:
-            return 0
-        if path.parts[0] in NEEDING_NONE:
-            return 1
-        return 3 if any(path.is_relative_to(needing) for needing in NEEDING_AIO) else 2
-
-    items.sort(key=turn)
+    items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in FIRST)
 
 
 def pytest_generate_tests(metafunc):

@@ -126,9 +126,12 @@ PyMODINIT_FUNC PyInit_zero8_kernel() {
   return module;
 }
 """
-LOAD_TINY = """
-import sys
+# Without zero8/__init__.py, which imports torch.
+LOAD_TINY = f"""
+import sys, types
 from pathlib import Path
+sys.modules["zero8"] = types.ModuleType("zero8")
+sys.modules["zero8"].__path__ = {zero8.__path__}
 from zero8.op import build
 build.source_folder = lambda: Path(sys.argv[1])
 print(build.load().number)

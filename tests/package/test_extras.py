@@ -20,7 +20,7 @@ class Refuse:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Refuse())
-import torch
+import torch.distributed.checkpoint  # for seconds, which each fork would take
 """
 CLI = "import sys; from zero8 import cli; sys.exit(cli.main())"
 COMMANDS = ["", "doctor", "plan", "bench", "checkpoint", *(f"checkpoint {name}" for name in HELP)]

@@ -222,8 +222,16 @@ def _environment(rank: int, world_size: int, port: int, device: str) -> dict[str
 @lru_cache(maxsize=2)
 def _server(imports: str) -> Forks:
     # Frozen: DeepSpeed's collections, and ours, look at what came later only.
-    before = f"import ranks, {imports}, gc; gc.freeze()" if imports else ""
+    before = f"import ranks, {imports}, gc; ranks.describe_cpu(); gc.freeze()" if imports else ""
     return Forks(None, before, _environment(0, 1, 0, "cpu"))
+
+
+def describe_cpu() -> None:
+    """Find out once, for all forks, what DeepSpeed asks whenever it loads an op, for a second."""
+    import cpuinfo
+
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    cpuinfo.get_cpu_info()
 
 
 def _start(env: dict[str, str], log: Path, imports: str) -> Fork:
@@ -255,7 +263,7 @@ def _wait(processes: list, logs: Path, timeout_s: float, results: list[Path]) ->
             break
         if all(path.exists() for path in results):
             return
-        time.sleep(0.05)
+        time.sleep(0.01)
     # A rank that died takes the others along: blame the first that ended by itself.
     for rank, process in enumerate(processes):
         if process.poll() is not None:
