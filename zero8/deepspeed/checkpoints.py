@@ -46,7 +46,6 @@ rely_on(_TORCH_ENGINE, "load", "path")
 rely_on(STAGE3, "_load_global_state_stage3", "sd")
 rely_on(STAGE3, "_optimizer_states_and_gradient_swap_in", "sub_group_id")
 rely_on(STAGE3, "_optimizer_states_and_gradient_swap_out", "sub_group_id")
-rely_on(STAGE3, "_reassign_or_swap_out_partitioned_parameters")
 rely_on(STAGE3, "load_hp_checkpoint_state", "folder", "key", "param")
 
 

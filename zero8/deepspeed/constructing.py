@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zero8.deepspeed import claims
 from zero8.deepspeed.seam import ENGINE, is_ours, of_engine, rely_on, seam
-from zero8.deepspeed.settings import CheckpointSettings
+from zero8.deepspeed.settings import EngineSettings
 from zero8.environment.agree import gathered
 from zero8.state.params import shape_here, tied_names
 
@@ -90,7 +91,8 @@ def check_choice(original: Callable, engine: Any, basic_optimizer: Any) -> Any:
     """Raise for modes and other optimizers that would step instead, and for bad settings."""
     claims.check(engine, basic_optimizer)
     if is_ours(basic_optimizer):
-        CheckpointSettings.of(engine._config._param_dict)
+        if EngineSettings.of(engine._config._param_dict).step_in_forward:
+            check_step_in_forward(engine._config, basic_optimizer)
         if reason := unsupported_mode(engine._config.zero_config):
             raise ValueError(f"{type(basic_optimizer).__name__} does not work with {reason}")
     return original(engine, basic_optimizer)
@@ -137,6 +139,31 @@ def unsupported_mode(zero_config: Any) -> str | None:
     if offload.device == "nvme" and offload.nvme_path is None:
         return 'offload_optimizer.device "nvme" without "nvme_path": set it to a folder on the disk'
     return None
+
+
+def check_step_in_forward(ds_config: Any, optimizer: Any) -> None:
+    """Raise ValueError if the steps of an engine cannot be put off to the next forward."""
+    zero, reason = ds_config.zero_config, ""
+    offload, offloaded_params = zero.offload_optimizer, zero.offload_param
+    if zero.stage != 3 or offload is None or offload.device == "none":
+        reason = (
+            f"ZeRO stage {zero.stage} with offload_optimizer {offload and offload.device!r}, where "
+            'no module gathers its own weights, or steps are short; expected stage 3 with "cpu" or '
+            '"nvme"'
+        )
+    elif offloaded_params is not None and offloaded_params.device == "nvme":
+        reason = 'offload_param.device "nvme", whose reads the step would disturb; expected "cpu"'
+    elif any(algorithm.is_of_matrices for algorithm in optimizer.algorithms):
+        reason = (
+            f"{type(optimizer).__name__}, whose step exchanges matrices between ranks, as the "
+            "forward does; expected another optimizer"
+        )
+    elif ds_config.compile_config.deepcompile:
+        reason = "deepcompile, which gathers in a way of its own; expected it to be off"
+    elif ds_config.torch_autocast_enabled and ds_config.torch_autocast_dtype == torch.float16:
+        reason = "torch_autocast in float16, whose scaler steps; expected bfloat16"
+    if reason:
+        raise ValueError(f'"zero8": step_in_forward: got {reason}, or remove step_in_forward')
 
 
 # --- assert_active ------------------------------------------------------------------------------

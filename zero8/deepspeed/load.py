@@ -19,7 +19,7 @@ from zero8.deepspeed.layout import MASTERS, is_part, loads_states, reads
 from zero8.deepspeed.parameters import compared
 from zero8.deepspeed.save import reason_not_covered, tell_not_covered
 from zero8.deepspeed.seam import replaced
-from zero8.deepspeed.settings import SECTION, CheckpointSettings
+from zero8.deepspeed.settings import SECTION, EngineSettings
 from zero8.environment.agree import from_rank_0, gathered, raise_together
 from zero8.files import tags
 from zero8.files.inside import release
@@ -84,7 +84,7 @@ def _agreed_tag(engine, options: dict) -> str | None:
     load_dir, asked = Path(options["load_dir"]), options.get("tag")
     is_universal = engine.load_universal_checkpoint()
     latest = tags.LATEST_UNIVERSAL if is_universal else tags.LATEST
-    settings = CheckpointSettings.of(engine._config._param_dict)
+    settings = EngineSettings.of(engine._config._param_dict)
     may_replace = settings.load_previous_if_damaged and asked is None and not is_universal
     choice = from_rank_0(partial(_first_choice, load_dir, asked, latest))
     refused: list[_Choice] = []

@@ -18,7 +18,7 @@ from torch import distributed
 
 from zero8.deepspeed.layout import is_part, swap_folder
 from zero8.deepspeed.seam import replaced
-from zero8.deepspeed.settings import CheckpointSettings
+from zero8.deepspeed.settings import EngineSettings
 from zero8.environment.agree import from_rank_0, gathered
 from zero8.files import tags
 from zero8.files.atomic import sync_folder
@@ -196,7 +196,7 @@ def _write_manifest(folder: Path, sequence: int, record: _Record) -> None:
 
 
 def _prune(engine, save_dir: Path) -> None:
-    keep = CheckpointSettings.of(engine._config._param_dict).keep_checkpoints
+    keep = EngineSettings.of(engine._config._param_dict).keep_checkpoints
     if not keep:
         return
     try:

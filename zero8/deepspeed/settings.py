@@ -7,20 +7,23 @@ SECTION = "zero8"
 
 
 @dataclass(frozen=True)
-class CheckpointSettings:
-    """Settings of checkpoints.
+class EngineSettings:
+    """Settings of an engine that steps with an optimizer of zero8.
 
     Attributes:
         load_previous_if_damaged: whether to load the previous complete checkpoint if the one that
             `latest` names is damaged or incomplete; not if the caller gives a tag.
         keep_checkpoints: how many complete checkpoints to keep after a save; 0: all of them.
+        step_in_forward: whether `engine.step()` returns before the optimizer has stepped, and the
+            steps go on behind the next forward; ZeRO-3 with `offload_optimizer` only.
     """
 
     load_previous_if_damaged: bool = False
     keep_checkpoints: int = 0
+    step_in_forward: bool = False
 
     @classmethod
-    def of(cls, config: dict) -> "CheckpointSettings":
+    def of(cls, config: dict) -> "EngineSettings":
         """Return the settings in a DeepSpeed config.
 
         Raises:
@@ -33,9 +36,9 @@ class CheckpointSettings:
         if unknown := sorted(set(section) - set(valid)):
             raise ValueError(f'"{SECTION}": unknown key {unknown[0]!r}; valid are {valid}')
         settings = cls(**section)
-        if type(settings.load_previous_if_damaged) is not bool:
-            got = settings.load_previous_if_damaged
-            raise ValueError(f'"{SECTION}": load_previous_if_damaged: got {got!r}, expected a bool')
+        for name in ("load_previous_if_damaged", "step_in_forward"):
+            if type(got := getattr(settings, name)) is not bool:
+                raise ValueError(f'"{SECTION}": {name}: got {got!r}, expected a bool')
         keep = settings.keep_checkpoints
         if type(keep) is not int or keep < 0:
             raise ValueError(

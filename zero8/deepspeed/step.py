@@ -78,22 +78,28 @@ def unscale12(original: Callable, zero: Any, grad_groups_flat: list, total_norm:
         (group,) = (at for at, p in enumerate(masters) if p.grad is grad_groups_flat[0])
         params = zero.params_in_partition[group]
         widen_for_hooks(zero)
-    _scale_in_step(zero, params, total_norm, zero.clip_grad != 0.0 or zero.loss_scale != 1.0)
+    has_factor = zero.clip_grad != 0.0 or zero.loss_scale != 1.0
+    _scale_in_step(zero, params, factor_of(zero, total_norm) if has_factor else None)
 
 
 @seam(STAGE3, _UNSCALES, _FACTOR)
 def unscale3(original: Callable, zero: Any, sub_group_id: int, total_norm: Any) -> None:
     """Leave the factor of a sub-group's gradients to the step."""
-    if zero.swap_optimizer or not _can_scale(
-        zero, [zero.fp32_partitioned_groups_flat[sub_group_id].grad]
-    ):
+    if not leave_to_step(zero, sub_group_id, lambda: factor_of(zero, total_norm)):
         original(zero, sub_group_id, total_norm)
-        return
+
+
+def leave_to_step(zero: Any, sub_group_id: int, factor: Callable) -> bool:
+    """Leave the factor of a sub-group's gradients to the step of ZeRO-3; return whether it can."""
+    grad = zero.fp32_partitioned_groups_flat[sub_group_id].grad
+    if zero.swap_optimizer or not _can_scale(zero, [grad]):
+        return False
     params = []
     if zero.offload_optimizer:
         params = zero.fp16_groups[sub_group_id]
         widen_for_hooks(zero)
-    _scale_in_step(zero, params, total_norm, True)
+    _scale_in_step(zero, params, factor())
+    return True
 
 
 def _can_scale(zero: Any, grads: list[Tensor | None]) -> bool:
@@ -103,21 +109,20 @@ def _can_scale(zero: Any, grads: list[Tensor | None]) -> bool:
     )
 
 
-def _scale_in_step(zero: Any, params: list, total_norm: Any, has_factor: bool) -> None:
-    """Give the step its factor; `params` are those whose gradients lie in a buffer."""
-    factor = _factor(zero, total_norm) if has_factor else 1.0
+def _scale_in_step(zero: Any, params: list, factor: "float | Tensor | None") -> None:
+    """Give the step its factor, if any; `params` are those whose gradients lie in a buffer."""
     arrived, owed = (zero.norm_for_param_grads, _owed.setdefault(zero, {})) if params else ({}, {})
     for param in params:
         number = zero.get_param_id(param)
         if number not in arrived:
             _pay(zero, param)
         if number in arrived or number in owed:
-            owed[number] = factor
-    if has_factor:
+            owed[number] = 1.0 if factor is None else factor
+    if factor is not None:
         zero.optimizer.scale_grads(factor)
 
 
-def _factor(zero: Any, total_norm: Any) -> "float | Tensor":
+def factor_of(zero: Any, total_norm: Any) -> "float | Tensor":
     """Return the factor of the gradients, in the operations of DeepSpeed's methods."""
     from deepspeed.runtime.utils import is_invalid_grad_norm
 

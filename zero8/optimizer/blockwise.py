@@ -3,7 +3,8 @@
 
 import copy
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch.optim.optimizer import ParamsT
 from zero8.deepspeed import claims, seams
 from zero8.deepspeed.constructing import check_replaced, constructing_engine, global_shape
 from zero8.environment.versions import warn_if_untested
+from zero8.environment.worker import Worker
 from zero8.op import kernel
 from zero8.op.cuda import DEVICES
 from zero8.optimizer import notices
@@ -43,6 +45,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         algorithm: the algorithm of its steps.
         settings: the settings of the whole optimizer.
         state_dict_format: see the argument; may be set between two calls of `state_dict`.
+        behind: the thread in which steps go on after their call, None without one.
     """
 
     algorithm: ClassVar[Algorithm]
@@ -88,7 +91,32 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self._stepper = Stepper(self._states)
         self._claim = claims.Claim(self)
         self._in_backward: InBackward | None = None
+        self.behind: Worker | None = None
+        self._groups_of_threads: dict[int, list[dict[str, Any]]] = {}
         self._lacks_decay = False  # whether a group was added without a weight_decay
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups; in a thread inside `with_groups`, its own."""
+        if own := self._groups_of_threads:
+            if (groups := own.get(threading.get_ident())) is not None:
+                return groups
+        everyones: list[dict[str, Any]] = self.__dict__["param_groups"]
+        return everyones
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = groups
+
+    @contextmanager
+    def with_groups(self, groups: list[dict[str, Any]]) -> Iterator[None]:
+        """Have this thread step with groups of its own in the block; others see no difference."""
+        ident = threading.get_ident()
+        self._groups_of_threads[ident] = groups
+        try:
+            yield
+        finally:
+            del self._groups_of_threads[ident]
 
     @property
     def algorithms(self) -> tuple[Algorithm, ...]:
@@ -139,6 +167,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the members that pickle and deepcopy keep."""
+        self._wait()
         kept = {p: why for p, info in self._states.infos().items() if (why := info.why_float32)}
         return {
             **super().__getstate__(),
@@ -321,9 +350,11 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             self._stepper.step_one(p, grad)
 
     def _wait(self) -> None:
-        """Wait for pending steps of the backward."""
+        """Wait for pending steps, of the backward or behind the forward."""
         if self._in_backward is not None:
             self._in_backward.wait()
+        if self.behind is not None:
+            self.behind.wait_all()
 
     def _all_params(self) -> list[Tensor]:
         """Return the parameters of all groups, each once."""
@@ -345,6 +376,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     @property
     def states(self) -> dict[Tensor, dict[str, Any]]:
         """The states of parameters that have moments; other code may keep more in `state`."""
+        self._wait()
         return self._states.all()
 
     @_disable_dynamo

@@ -5,10 +5,8 @@ On the CPU a separate thread steps while the backward goes on; on a GPU the step
 of the gradient.  A forked process lacks that thread, and its backward waits for each step.
 """
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NoReturn
 
 import numpy as np
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from zero8.environment.worker import Worker
 from zero8.optimizer.batch import extents_of, turns_of
 from zero8.state.extent import local
 from zero8.state.weights import values_of
@@ -65,13 +64,9 @@ class InBackward:
         """Start without parameters."""
         self._take_step = take_step
         self._hooks: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
-        self._pending: list[Future[None]] = []
         self._used: list[Tensor] = []
         self._waiting_bytes, self._room = 0, threading.Condition()
-        self._process = os.getpid()  # the worker is its thread; forks lack it
-        self._worker: ThreadPoolExecutor | None = ThreadPoolExecutor(
-            1, "zero8-step", torch.set_num_threads, (torch.get_num_threads(),)
-        )
+        self._worker: Worker | None = Worker("zero8-step")
 
     def watch(self, params: Iterable[Tensor]) -> None:
         """Step also these parameters from the next backward on."""
@@ -88,20 +83,14 @@ class InBackward:
         self._hooks = {}
         self.finish()
         if self._worker is not None:
-            self._worker.shutdown()
+            self._worker.close()
             self._worker = None
 
     def wait(self) -> None:
         """Wait for pending steps; raise the first exception that one has raised."""
-        pending, self._pending = self._pending, []
-        if os.getpid() != self._process and not all(one.done() for one in pending):
-            raise RuntimeError(
-                "this process was forked while its parent took steps in the backward, which are "
-                "missing here; fork after optimizer.step()"
-            )
-        for error in [one.exception() for one in pending]:
-            if error is not None:
-                raise error
+        if self._worker is not None:
+            self._worker.wait_all()
+            self._worker.raise_error()
 
     def finish(self) -> None:
         """Wait for pending steps, and clear used gradients for the next backward."""
@@ -115,7 +104,7 @@ class InBackward:
             return
         p.grad = UsedGradient(grad)
         self._used.append(p)
-        if p.device.type != "cpu" or os.getpid() != self._process:
+        if p.device.type != "cpu":
             self._take_step(p, grad)
             if (mine := local(grad)).is_cuda:
                 # Its stream may be another one, which reuses its memory as soon as it is freed.
@@ -126,7 +115,7 @@ class InBackward:
         with self._room:
             self._room.wait_for(lambda: self._has_room_for(num_bytes))
             self._waiting_bytes += num_bytes
-        self._pending.append(self._worker.submit(self._step_waiting, p, grad, num_bytes, arrival))
+        self._worker.do(id(p), lambda: self._step_waiting(p, grad, num_bytes, arrival))
 
     def _has_room_for(self, num_bytes: int) -> bool:
         return not self._waiting_bytes or self._waiting_bytes + num_bytes <= MOST_WAITING_BYTES

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer's step behind the next forward, for ZeRO-3 with the optimizer offloaded.
+
+With `"zero8": {"step_in_forward": true}`, `engine.step()` returns as soon as the ranks agree on
+overflow and norm.  DeepSpeed's five methods that step a sub-group are put off: a thread calls them,
+sub-group by sub-group, in the order in which the last forward used these.  The bits are those of
+steps in the call.
+
+* A gather of parameters waits for their sub-groups.  All else that reads or writes weights, states
+  or gradients waits for all of them: the backward, saves, loads, `safe_get_*`, the next step.
+* Settings are those at `step()`: the groups are copied, and the gradients' factor is computed.
+* Parameters that DeepSpeed keeps gathered (`stage3_param_persistence_threshold`) are gathered where
+  the forward first uses them, instead of in the step.
+* From a step to the next backward nothing is prefetched: the forward would wait for sub-groups that
+  it does not need yet.  This cannot depend on which are done, as ranks must gather alike.
+
+**Errors.**  If the step of a sub-group fails, the rank logs the error, keeps it, and leaves the
+sub-groups after it as they are.  Gathers go on with these weights: a rank that raised alone would
+leave the others waiting.  The next `step`, save or load, which all ranks enter, raises on all of
+them.  A single rank raises where it waits next.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from zero8.deepspeed.seam import ENGINE, STAGE3, of_engine, rely_on, replaced, seam
+from zero8.deepspeed.settings import EngineSettings
+from zero8.deepspeed.step import factor_of, leave_to_step
+from zero8.deepspeed.swapping import is_swapping
+from zero8.environment.agree import raise_together_quickly
+from zero8.environment.numbers import num_ranks
+from zero8.environment.worker import Worker
+from zero8.state.tell import logger
+
+_UNSCALES = "unscale_and_clip_grads"
+_PUT_OFF = (
+    "_prepare_sub_group",
+    _UNSCALES,
+    "_optimizer_step",
+    "_reassign_or_swap_out_partitioned_parameters",
+    "_release_sub_group",
+)
+"""The methods by which DeepSpeed's `step` steps a sub-group, in this order."""
+_PREFETCHED = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
+_LAST = -1
+"""The number of the unit of work after those of the sub-groups."""
+
+for name in _PUT_OFF:
+    rely_on(STAGE3, name)
+
+
+class _Behind:
+    """The sub-groups of an optimizer of ZeRO-3, whose steps are put off.
+
+    Attributes:
+        worker: the thread; its units are the numbers of sub-groups.
+        unit_of: the number of a parameter's sub-group, by the parameter's `ds_id`.
+        used: the sub-groups that have been gathered since the last step, in that order.
+    """
+
+    def __init__(self, zero: Any):
+        self.worker = Worker("zero8-step")
+        self.unit_of = {p.ds_id: i for i, group in enumerate(zero.fp16_groups) for p in group}
+        self.used: dict[int, None] = {}
+        self._order = list(range(len(zero.fp16_groups)))
+        self._coordinator = zero.parameter_offload.param_coordinator
+        self._prefetched = getattr(self._coordinator, _PREFETCHED)
+        self._is_agreed = True  # whether the ranks know of all errors
+
+    def step(self, zero: Any, original: Callable) -> None:
+        """Call DeepSpeed's step, and have the thread take the sub-groups' steps after it."""
+        self.agree()
+        factors: list[Any] = []
+        calls: dict[int, list[Callable]] = {}
+
+        def later(name: str, *args: Any) -> None:
+            number, call = args[0] if args else _LAST, partial(_call, zero, name, *args)
+            if name == _UNSCALES:
+                factors[:] = factors or [factor_of(zero, args[1])]  # the same for all
+                call = partial(_unscale, zero, number, *factors)
+            calls.setdefault(number, []).append(call)
+
+        with ExitStack() as stack:
+            for name in _PUT_OFF:
+                stack.enter_context(replaced(zero, name, partial(later, name)))
+            reset = partial(later, "reset_cpu_buffers")
+            stack.enter_context(replaced(zero, "reset_cpu_buffers", reset))
+            stack.enter_context(replaced(zero, "persistent_parameters", []))
+            original(zero)
+        self._begin(zero, calls)
+
+    def _begin(self, zero: Any, calls: dict[int, list[Callable]]) -> None:
+        self._order = list(dict.fromkeys([*self.used, *self._order]))
+        self.used.clear()
+        # The swapper reads ahead in the order of numbers.
+        order = sorted(self._order) if zero.swap_optimizer else self._order
+        groups = [dict(group) for group in zero.optimizer.param_groups]
+        self._is_agreed = False
+        setattr(self._coordinator, _PREFETCHED, 0)
+        for number in (*order, _LAST):
+            if number in calls:
+                self.worker.do(number, partial(self._take, zero, groups, calls[number]))
+
+    def _take(self, zero: Any, groups: list[dict], calls: Iterable[Callable]) -> None:
+        """Take the step of a sub-group, in the thread."""
+        if self.worker.has_failed:
+            return
+        try:
+            with zero.optimizer.with_groups(groups):
+                for call in calls:
+                    call()
+        except BaseException:
+            logger.exception("zero8: the optimizer's step behind the forward has failed")
+            if is_swapping(zero):
+                zero.optimizer_swapper.drain()
+            raise
+
+    def need(self, params: Iterable[Any]) -> None:
+        """Wait for the sub-groups of parameters that are gathered."""
+        found = {self.unit_of[p.ds_id] for p in params if p.ds_id in self.unit_of}
+        units = dict.fromkeys(sorted(found))  # sets of parameters have any order
+        self.used |= units
+        self.worker.wait(units)
+        self._raise_alone()
+
+    def need_all(self) -> None:
+        """Wait for all sub-groups."""
+        self.worker.wait_all()
+        self._raise_alone()
+
+    def prefetch(self) -> None:
+        """Have DeepSpeed prefetch parameters again."""
+        setattr(self._coordinator, _PREFETCHED, self._prefetched)
+
+    def agree(self) -> None:
+        """Wait for all sub-groups; raise on all ranks if the step of one failed."""
+        self.need_all()
+        if not self._is_agreed:
+            self._is_agreed = True
+            raise_together_quickly(
+                self.worker.take_error(), "take the optimizer's step behind the forward"
+            )
+
+    def _raise_alone(self) -> None:
+        if self.worker.has_failed and num_ranks() == 1:
+            self.worker.raise_error()
+
+
+def _call(zero: Any, name: str, *args: Any) -> None:
+    getattr(zero, name)(*args)
+
+
+def _unscale(zero: Any, sub_group_id: int, factor: Any) -> None:
+    if not leave_to_step(zero, sub_group_id, lambda: factor):
+        zero.fp32_partitioned_groups_flat[sub_group_id].grad.mul_(factor)
+
+
+_behind: "WeakKeyDictionary[Any, _Behind]" = WeakKeyDictionary()
+"""By optimizer of ZeRO-3, if its steps are put off."""
+
+_HALVES = "weights, states and gradients would be read or written in the middle of a step"
+
+
+@seam(
+    ENGINE,
+    "_configure_zero_optimizer",
+    "no step would be put off",
+    "optimizer",
+    optimizer=lambda _, optimizer: optimizer,
+)
+def make(original: Callable, engine: Any, optimizer: Any) -> Any:
+    """Put off the steps of an engine whose config asks for it."""
+    zero = original(engine, optimizer)
+    if EngineSettings.of(engine._config._param_dict).step_in_forward:
+        _behind[zero] = behind = _Behind(zero)
+        optimizer.behind = behind.worker
+    return zero
+
+
+@seam(STAGE3, "step", "no step would be put off")
+def step(original: Callable, zero: Any, *args: Any, **kwargs: Any) -> Any:
+    """Put off the steps of sub-groups."""
+    if (behind := _behind.get(zero)) is None:
+        return original(zero, *args, **kwargs)
+    return behind.step(zero, original)
+
+
+@seam(
+    "deepspeed.runtime.zero.partition_parameters:Init",
+    "_ensure_availability_of_partitioned_params",
+    "the forward would use weights before their step",
+    "params",
+    optimizer=None,
+)
+def gather(original: Callable, init: Any, params: list) -> None:
+    """Wait for the sub-groups of parameters, which all gathers do here."""
+    if _behind:
+        for zero in {p._z3_optimizer for p in params if hasattr(p, "_z3_optimizer")}:
+            if (behind := _behind.get(zero)) is not None:
+                behind.need(params)
+    original(init, params)
+
+
+@seam(STAGE3, "backward_prologue", _HALVES)
+def begin_backward(original: Callable, zero: Any) -> None:
+    """Wait for what the forward has not used: the backward writes gradients."""
+    if (behind := _behind.get(zero)) is not None:
+        behind.need_all()
+        behind.prefetch()
+    original(zero)
+
+
+def finish(original: Callable, zero: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wait for all sub-groups first."""
+    if (behind := _behind.get(zero)) is not None:
+        behind.need_all()
+    return original(zero, *args, **kwargs)
+
+
+for name in (
+    "partition_grads",
+    "set_local_grad_for_param",
+    "_get_fp32_grad_state_partition",
+    "_get_fp32_opt_state_partition",
+    "get_fp32_grad_partitions",
+    "update_fp32_grad_for_param_vectorized",
+    "_set_fp32_optimizer_param_groups",  # by state_dict and load_state_dict
+    "load_state_dict",
+    "refresh_fp32_params",
+    "offload_states",
+    "reload_states",
+):
+    seam(STAGE3, name, _HALVES)(finish)
+
+
+@seam(STAGE3, "destroy", _HALVES)
+def destroy(original: Callable, zero: Any) -> None:
+    """Wait for all sub-groups, and end the thread."""
+    if (behind := _behind.pop(zero, None)) is not None:
+        behind.worker.close()
+    original(zero)
+
+
+_ALONE = "a failed step of one rank would be saved, or raise on that rank alone"
+
+
+@seam(ENGINE, "save_checkpoint", _ALONE, "save_dir", optimizer=of_engine)
+@seam(ENGINE, "save_16bit_model", _ALONE, "save_dir", optimizer=of_engine)
+@seam(ENGINE, "load_checkpoint", _ALONE, "load_dir", optimizer=of_engine)
+def agree(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wait for all sub-groups; raise on all ranks if the step of one has failed."""
+    if (behind := _behind.get(engine.optimizer)) is not None:
+        behind.agree()
+    return original(engine, *args, **kwargs)
