@@ -20,6 +20,7 @@ from zero8.environment.versions import TESTED
 from zero8.spec.adam import ADAM
 from zero8.state.keywords import OWN_KEYS
 
+FORWARD = {"zero8": {"step_in_forward": True}}
 BF16_MASTERS = {"bf16_master_weights_and_grads": True}
 
 
@@ -51,6 +52,19 @@ REFUSED = {
     "settings of checkpoints": (
         config() | {"zero8": {"keep": 3}},
         ["unknown key 'keep'", "keep_checkpoints"],
+    ),
+    "step_in_forward as a number": (
+        config(stage=3) | {"zero8": {"step_in_forward": 1}},
+        ["step_in_forward: got 1, expected a bool"],
+    ),
+    "step_in_forward in stage 2": (config() | FORWARD, ["got ZeRO stage 2", "expected stage 3"]),
+    "step_in_forward without offload": (
+        config(stage=3, offload=None) | FORWARD,
+        ["step_in_forward: got ZeRO stage 3 with offload_optimizer None", '"cpu" or "nvme"'],
+    ),
+    "step_in_forward with Muon": (
+        config(stage=3, optimizer="Muon8bitBlockwise") | FORWARD,
+        ["step_in_forward: got Muon8bitBlockwise", "exchanges matrices"],
     ),
     "unknown key": (config(beta1=0.9), ["unknown parameter 'beta1'", *ADAM.keywords, *OWN_KEYS]),
     "amsgrad": (config(amsgrad=True), ["amsgrad: got True", "third moment"]),

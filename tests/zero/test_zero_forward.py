@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -33,11 +34,9 @@ from zero8.environment.worker import Worker
 
 STEPS = 5
 ON = {"zero8": {"step_in_forward": True}}
-CLIP = {"gradient_clipping": 0.5}
-GAS = {"gradient_accumulation_steps": 2}
 HALF = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
-MASTERS = {"dtype": {"bf16_master_weights_and_grads": True}}
-ON_CPU = {"offload_param": {"device": "cpu"}}
+MASTERS = {"bf16_master_weights_and_grads": True}
+WARM_UP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}}
 RAGGED = {
     "sub_group_size": 2000,
     "stage3_param_persistence_threshold": 300,
@@ -57,12 +56,12 @@ class Late(Worker):
         self.left[unit] = work
 
     def wait(self, units):
-        asked = [unit for unit in units if unit in self.left]
-        while not self.left.keys().isdisjoint(asked):
+        units = list(units)
+        while not self.left.keys().isdisjoint(units):
             unit = next(iter(self.left))
             self.begun_late += 1
             super().do(unit, self.left.pop(unit))
-        super().wait(list(units))
+        super().wait(units)
 
     def wait_all(self):
         self.wait([*self.left, *self._pending])
@@ -90,6 +89,28 @@ def held(engine):
     return held_everywhere(engine)
 
 
+def runs_of(ds_config, model, run, *args, more=ON):
+    """Return what steps in the call, and steps as late as they can be, give and leave behind."""
+    found = []
+    for settings in (ds_config, ds_config | more):
+        torch.manual_seed(7)
+        with late():
+            engine = make_engine(settings, model())
+        found.append((run(engine, *args), held(engine)))
+        assert not left_of(engine)
+    assert base_optimizer(engine).behind.begun_late > 1
+    return found
+
+
+def check(rows):
+    """Check all rows, in one process."""
+    for name, row in rows.items():
+        try:
+            assert_same(*runs_of(*row))
+        except AssertionError as error:
+            raise AssertionError(name) from error
+
+
 # --- Layouts -------------------------------------------------------------------------------------
 
 
@@ -99,8 +120,6 @@ class Layers(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(5))
-        for name, p in self.named_parameters():
-            p.data = pattern(name, p.shape) / 4
         self.layers[4].weight = self.layers[0].weight
         self.layers[3].bias.requires_grad_(False)
 
@@ -119,88 +138,47 @@ class Overflowing(Bag):
 
 
 def steps(engine, first=0, number=STEPS):
-    losses = []
-    for step in range(first, first + number):
-        for _ in range(engine.gradient_accumulation_steps()):
-            losses.append(take_step(engine, step))
-    return losses
+    each = range(engine.gradient_accumulation_steps())
+    return [take_step(engine, step) for step in range(first, first + number) for _ in each]
 
 
 def orders(engine):
-    """Use the layers in other orders, twice, or not at all."""
-    taken = ((0, 1, 2, 3, 4), (3, 2, 1, 0), (1, 1, 2), (4, 0), (2, 3, 1), (0, 1, 2, 3, 4))
-    return [take_step(engine, step, order) for step, order in enumerate(taken)]
-
-
-def evaluate_between(engine):
+    """Use the layers in other orders, twice, or not at all, and evaluate in between."""
     losses = []
-    for step in range(STEPS):
-        losses.append(take_step(engine, step, (0, 1, 2)))
-        engine.eval()
+    for step, order in enumerate(((0, 1, 2, 3, 4), (3, 2, 1, 0), (1, 1, 2), (4, 0), (2, 3, 1))):
+        losses.append(take_step(engine, step, order))
         with torch.no_grad():
-            losses.append(engine(step, (3, 1)).item())
+            losses.append(engine.eval()(step, (3, 1)).item())
         engine.train()
     return losses
 
 
-def layout(*precision, zero=None, more=CLIP, **options):
-    (dtype,) = precision or ({},)
-    return config(3, dtype=dtype, zero={**RAGGED, **(zero or {})}, **options) | more
+def layout(dtype=None, zero=None, clip=0.5, more=None, **options):
+    made = config(3, dtype=dtype, zero=RAGGED | (zero or {}), **options)
+    return made | {"gradient_clipping": clip} | (more or {})
 
 
-BF16 = layout()
+BF16 = layout({})
+KEPT = "stage3_param_persistence_threshold"
 LAYOUTS = {
     "clipped": (BF16, Bag, steps),
-    "not clipped": (layout(more={}), Bag, steps),
-    "one sub-group": (layout(zero={"sub_group_size": 10**9}), Bag, steps),
-    "nothing kept": (layout(zero={"stage3_param_persistence_threshold": 0}), Layers, steps),
-    "all kept, no prefetch": (
-        layout(
-            zero={"stage3_param_persistence_threshold": 10**6, "stage3_prefetch_bucket_size": 0}
-        ),
-        Layers,
-        steps,
-    ),
-    "overflow": (layout(None, more=CLIP | HALF), Overflowing, steps),
-    "bf16 masters": (layout(MASTERS["dtype"], zero=ON_CPU), Bag, steps),
-    "24-bit masters": (layout(MASTERS["dtype"], weight_correction_bits=8), Layers, steps),
-    "fp32": (layout(None), Layers, steps),
-    "accumulated": (layout(more=CLIP | GAS), Layers, steps),
+    "not clipped": (layout({}, clip=0.0), Bag, steps),
+    "one sub-group": (layout({}, {"sub_group_size": 10**9}), Bag, steps),
+    "nothing kept": (layout({}, {KEPT: 0}), Layers, steps),
+    "all kept": (layout({}, {KEPT: 10**6, "stage3_prefetch_bucket_size": 0}), Layers, steps),
+    "overflow": (layout(more=HALF), Overflowing, steps),
+    "fp32": (layout(), Layers, steps),
+    "bf16 masters": (layout(MASTERS, {"offload_param": {"device": "cpu"}}), Bag, steps),
+    "24-bit masters": (layout(MASTERS, weight_correction_bits=8), Layers, steps),
+    "accumulated": (layout({}, more={"gradient_accumulation_steps": 2}), Layers, steps),
     "orders": (BF16, Layers, orders),
-    "evaluated": (BF16, Layers, evaluate_between),
-    "Lion": (layout(optimizer="Lion8bitBlockwise"), Layers, steps),
-    "scheduled": (
-        layout(more={"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}}),
-        Layers,
-        steps,
-    ),
+    "scheduled Lion": (layout({}, more=WARM_UP, optimizer="Lion8bitBlockwise"), Layers, steps),
 }
-
-
-def runs_of(ds_config, model, run, *args, swaps=()):
-    """Return what steps in the call, and steps as late as they can be, give and leave behind."""
-    found = []
-    for settings in (ds_config, ds_config | ON | dict(swaps)):
-        with late():
-            engine = make_engine(settings, model())
-        found.append((run(engine, *args), held(engine)))
-        assert not left_of(engine)
-    assert base_optimizer(engine).behind.begun_late > 1
-    return found
 
 
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_step_in_forward_has_the_bits_of_steps_in_the_call(ranks, standing_ranks):
     standing_ranks(ranks).run(check, rows=LAYOUTS)
-
-
-def check(rows):
-    """Check all rows, in one process."""
-    for name, row in rows.items():
-        try:
-            assert_same(*runs_of(*row))
-        except AssertionError as error:
-            raise AssertionError(name) from error
 
 
 # --- Events --------------------------------------------------------------------------------------
@@ -216,8 +194,13 @@ def save_and_load(engine, folder):
 
 def read(engine, _):
     p = engine.module.conv
-    read = [safe_get_full_fp32_param(p), safe_get_full_optimizer_state(p, "exp_avg")]
-    return [one.float() for one in (*read, safe_get_full_grad(engine.module.wide))]
+    found = [safe_get_full_fp32_param(p), safe_get_full_optimizer_state(p, "exp_avg").float()]
+    return [*found, safe_get_full_grad(engine.module.wide)]
+
+
+def report(engine, _):
+    copied = copy.deepcopy(base_optimizer(engine))
+    return [state["step"] for state in copied.state.values()], copied.memory_report().to_dicts()
 
 
 def write(engine, _):
@@ -227,9 +210,9 @@ def write(engine, _):
 
 
 def write_gradients(engine, _):
-    """Write them between a backward and its step, and before the backward, which has its own."""
-    for p in (engine.module.conv, engine.module.long):
-        safe_set_local_grad(p, torch.full((p.ds_tensor.numel(),), 0.5))
+    """Write one that the backward replaces, and one that the step takes."""
+    p = engine.module.conv
+    safe_set_local_grad(p, torch.full((p.ds_tensor.numel(),), 0.5))
     engine.backward(engine(7))
     safe_set_full_grad(engine.module.wide, torch.full(Bag.SHAPES["wide"], 1 / 3))
     engine.step()
@@ -243,14 +226,8 @@ def change_settings(engine, _):
     engine.optimizer.clip_grad = 7.0
 
 
-def report(engine, _):
-    found = base_optimizer(engine).memory_report().to_dicts()
-    copied = copy.deepcopy(base_optimizer(engine))
-    return found, sorted(state["step"] for state in copied.state.values())
-
-
 def offload(engine, _):
-    kinds = deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum
+    kinds = OffloadStateTypeEnum
     engine.offload_states(include=[kinds.hp_params, kinds.optim_states])
     engine.reload_states()
 
@@ -259,57 +236,37 @@ def step_again(engine, _):
     engine.step()
 
 
-def fail_in_the_forward(engine, _):
-    """The forward ends in an exception after its first layer."""
-    return error_of(engine, "step")
+def raise_in_the_forward(engine, _):
+    return error_of(engine, "no step")
 
 
 def fork(engine, _):
     """A child of the process finds states that have stepped."""
-    child = os.fork()
-    if not child:
+    if not (child := os.fork()):
         os._exit(len(left_of(engine)))
     assert os.waitpid(child, 0)[1] == 0
 
 
 def be_interrupted(engine, _):
-    """A signal's handler, which may come at any time, reads states."""
-    found, before = [], signal.getsignal(signal.SIGUSR1)
-    signal.signal(signal.SIGUSR1, lambda *_: found.extend(read(engine, _)))
-    step, zero = engine.optimizer.step, engine.optimizer
-
-    def interrupted(*args):
-        os.kill(os.getpid(), signal.SIGUSR1)
-        return step(*args)
-
-    zero.step = interrupted
+    """A signal arrives in a step; its handler reads states."""
+    found, step, zero = [], engine.optimizer.step, engine.optimizer
+    before = signal.signal(signal.SIGUSR1, lambda *_: found.extend(read(engine, _)))
+    zero.step = lambda: (os.kill(os.getpid(), signal.SIGUSR1), step())
     take_step(engine, 20)
     del zero.step
     signal.signal(signal.SIGUSR1, before)
     return found
 
 
-EVENTS = (
-    save_and_load,
-    read,
-    write,
-    write_gradients,
-    change_settings,
-    report,
-    offload,
-    step_again,
-    fail_in_the_forward,
-    fork,
-    be_interrupted,
-)
+EVENTS = (save_and_load, read, report, write, write_gradients, change_settings, offload, step_again)
+EVENTS += (raise_in_the_forward, fork, be_interrupted)
 
 
 def happen(engine, event, folder):
     """Train; something happens when no sub-group has stepped; train on."""
-    for step in range(3):
-        take_step(engine, step)
-    worker = base_optimizer(engine).behind
-    assert worker is None or len(left_of(engine)) == len(engine.optimizer.fp16_groups) > 3
+    steps(engine, 0, 3)
+    behind = base_optimizer(engine).behind
+    assert behind is None or len(left_of(engine)) == len(engine.optimizer.fp16_groups) > 3
     return event(engine, folder), steps(engine, 3, 2)
 
 
@@ -319,37 +276,29 @@ def test_step_in_forward_is_over_for_whatever_needs_it(ranks, standing_ranks, tm
     standing_ranks(ranks).run(check, rows=rows)
 
 
-# --- NVMe ----------------------------------------------------------------------------------------
+def steps_and_save(engine, folder):
+    losses = train(engine, 3)
+    if engine.zero_nvme_offload_optimizer():
+        engine.save_checkpoint(folder)
+    return losses + train(engine, 2, first=3)
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.slow
 @pytest.mark.parametrize("pipelined", [False, True])
 @on_ranks(2, timeout_s=900)
-def test_step_in_forward_with_states_on_nvme_has_the_bits_of_steps_in_the_call(pipelined):
+def test_step_in_forward_with_states_on_nvme_has_the_bits_of_steps_in_memory(pipelined):
     need_nvme()
     with TemporaryDirectory() as folder:
         swaps = nvme_config(f"{folder}/{os.environ['RANK']}", pipelined=pipelined, dtype={})
-        row = nvme_config(None, dtype={}), seeded_tower, steps_and_save, f"{folder}/saved"
-        assert_same(*runs_of(*row, swaps=swaps))
-
-
-def seeded_tower():
-    torch.manual_seed(7)
-    return Tower()
-
-
-def steps_and_save(engine, folder):
-    losses = train(engine, 3)
-    engine.save_checkpoint(folder) if engine.zero_nvme_offload_optimizer() else None
-    return losses + train(engine, 2, first=3)
+        row = nvme_config(None, dtype={}), Tower, steps_and_save, f"{folder}/saved"
+        assert_same(*runs_of(*row, more=swaps | ON))
 
 
 # --- Errors --------------------------------------------------------------------------------------
 
 
 def go_on(engine, _):
-    """Use the weights, and step again."""
     take_step(engine, 2)
 
 
@@ -358,7 +307,7 @@ def save(engine, folder):
 
 
 def fail(ranks, call, folder):
-    """Return the error of a call after the last rank has failed to step."""
+    """Return the error of a call after the last rank has failed to step, and go on."""
     engine = make_engine(BF16 | ON, Bag())
     take_step(engine, 0)
     optimizer = base_optimizer(engine)
@@ -382,24 +331,3 @@ def test_step_in_forward_that_fails_on_a_rank_raises_on_all(ranks, call, standin
     assert kind == "TypeError" and "not callable" in text
     for kind, text in others:
         assert kind == "OSError" and "1 other rank(s) could not take the optimizer's step" in text
-
-
-ENDS = """
-import sys, threading
-from zero8.environment.worker import Worker
-began = threading.Event()
-
-def work():
-    began.set()
-    threading.main_thread().join()
-    open(sys.argv[1], "w").write("done")
-
-Worker("test").do(0, work)
-began.wait()
-"""
-
-
-def test_worker_ends_its_work_before_python_ends(forks, tmp_path):
-    done = forks.run(ENDS, str(tmp_path / "file"), seconds=60)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "file").read_text() == "done"

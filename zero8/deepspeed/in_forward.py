@@ -23,8 +23,11 @@ them.  A single rank raises where it waits next.
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
+from operator import methodcaller
 from typing import Any
 from weakref import WeakKeyDictionary
+
+import torch
 
 from zero8.deepspeed.seam import ENGINE, STAGE3, of_engine, rely_on, replaced, seam
 from zero8.deepspeed.settings import EngineSettings
@@ -69,6 +72,8 @@ class _Behind:
         self._coordinator = zero.parameter_offload.param_coordinator
         self._prefetched = getattr(self._coordinator, _PREFETCHED)
         self._is_agreed = True  # whether the ranks know of all errors
+        # In the default stream, copies of weights to a GPU would wait for the forward's kernels.
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     def step(self, zero: Any, original: Callable) -> None:
         """Call DeepSpeed's step, and have the thread take the sub-groups' steps after it."""
@@ -77,7 +82,7 @@ class _Behind:
         calls: dict[int, list[Callable]] = {}
 
         def later(name: str, *args: Any) -> None:
-            number, call = args[0] if args else _LAST, partial(_call, zero, name, *args)
+            number, call = args[0] if args else _LAST, partial(methodcaller(name, *args), zero)
             if name == _UNSCALES:
                 factors[:] = factors or [factor_of(zero, args[1])]  # the same for all
                 call = partial(_unscale, zero, number, *factors)
@@ -98,6 +103,9 @@ class _Behind:
         # The swapper reads ahead in the order of numbers.
         order = sorted(self._order) if zero.swap_optimizer else self._order
         groups = [dict(group) for group in zero.optimizer.param_groups]
+        zero.optimizer._opt_called = True  # torch's schedulers, which follow, warn without it
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
         self._is_agreed = False
         setattr(self._coordinator, _PREFETCHED, 0)
         for number in (*order, _LAST):
@@ -109,9 +117,11 @@ class _Behind:
         if self.worker.has_failed:
             return
         try:
-            with zero.optimizer.with_groups(groups):
+            with zero.optimizer.with_groups(groups), torch.cuda.stream(self._stream):
                 for call in calls:
                     call()
+            if self._stream is not None:
+                self._stream.synchronize()
         except BaseException:
             logger.exception("zero8: the optimizer's step behind the forward has failed")
             if is_swapping(zero):
@@ -147,10 +157,6 @@ class _Behind:
     def _raise_alone(self) -> None:
         if self.worker.has_failed and num_ranks() == 1:
             self.worker.raise_error()
-
-
-def _call(zero: Any, name: str, *args: Any) -> None:
-    getattr(zero, name)(*args)
 
 
 def _unscale(zero: Any, sub_group_id: int, factor: Any) -> None:
@@ -221,7 +227,6 @@ def finish(original: Callable, zero: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 for name in (
-    "partition_grads",
     "set_local_grad_for_param",
     "_get_fp32_grad_state_partition",
     "_get_fp32_opt_state_partition",

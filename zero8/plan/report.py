@@ -99,6 +99,11 @@ def _remarks(plan: Plan) -> Iterator[str]:
             f"One core takes {fp32_ns:.2f} ns/param for fp32 Adam, {zero8_ns:.2f} for zero8 "
             f"({'--core-ns' if hardware.core_ns else RECORD})."
         )
+        if (setup.engine, setup.stage) == ("deepspeed", 3):
+            yield (
+                "step_in_forward hides it behind the next forward, except for the first sub-group "
+                "and what is longer than the forward."
+            )
 
 
 def _of_page_locked(model: Model, setup: Setup) -> Iterator[str]:
