@@ -101,14 +101,14 @@ def test_in_backward_gradients_are_freed_while_it_goes_on():
     model, optimizer, _ = in_backward()
     grads, alive = [], []
     first = model[3].weight
-    step_one = optimizer._in_backward._take_step
+    step_one = optimizer.beside._take_step
 
     def counting(p, grad):
         grads.append(weakref.ref(grad))
         alive.append(sum(ref() is not None for ref in grads))
         step_one(p, grad)
 
-    optimizer._in_backward._take_step = counting
+    optimizer.beside._take_step = counting
     loss_of(model, 0).backward()
     optimizer.step()
     assert len(grads) == 7 and first.grad is None

@@ -29,7 +29,7 @@ from ranks import error_of, on_ranks
 from torch.utils.checkpoint import checkpoint
 from zero_worker import Bag, base_optimizer, config, make_engine, pattern, take_step, train
 
-from zero8.deepspeed import in_forward
+from zero8.environment import behind
 from zero8.environment.worker import Worker
 
 STEPS = 5
@@ -70,16 +70,16 @@ class Late(Worker):
 @contextmanager
 def late():
     """Have engines that are made in the block step as late as they can."""
-    in_forward.Worker = Late
+    behind.Worker = Late
     try:
         yield
     finally:
-        in_forward.Worker = Worker
+        behind.Worker = Worker
 
 
 def left_of(engine):
     """Return the sub-groups whose steps have not begun; none of steps in the call."""
-    worker = base_optimizer(engine).behind
+    worker = getattr(base_optimizer(engine).beside, "worker", None)
     return [] if worker is None else [unit for unit in worker.left if unit >= 0]
 
 
@@ -98,7 +98,7 @@ def runs_of(ds_config, model, run, *args, more=ON):
             engine = make_engine(settings, model())
         found.append((run(engine, *args), held(engine)))
         assert not left_of(engine)
-    assert base_optimizer(engine).behind.begun_late > 1
+    assert base_optimizer(engine).beside.worker.begun_late > 1
     return found
 
 
@@ -266,8 +266,10 @@ EVENTS += (raise_in_the_forward, fork, be_interrupted)
 def happen(engine, event, folder):
     """Train; something happens when no sub-group has stepped; train on."""
     steps(engine, 0, 3)
-    behind = base_optimizer(engine).behind
-    assert behind is None or len(left_of(engine)) == len(engine.optimizer.fp16_groups) > 3
+    assert (
+        base_optimizer(engine).beside is None
+        or len(left_of(engine)) == len(engine.optimizer.fp16_groups) > 3
+    )
     return event(engine, folder), steps(engine, 3, 2)
 
 
@@ -314,10 +316,10 @@ def fail(ranks, call, folder):
     optimizer = base_optimizer(engine)
     assert optimizer.states  # waits
     if os.environ["RANK"] == str(ranks - 1):
-        optimizer.step = None  # which is not callable
+        optimizer.step_groups = None  # which is not callable
     take_step(engine, 1)
     error = error_of(call, engine, folder)
-    vars(optimizer).pop("step", None)
+    vars(optimizer).pop("step_groups", None)
     take_step(engine, 3)
     save(engine, folder)
     return error

@@ -8,6 +8,7 @@ processes.
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.zero import stage_1_and_2
 from muon_in_zero import LAYOUTS as OF_MUON
 from muon_in_zero import MUON
 from muon_worker import Known
@@ -27,6 +28,7 @@ from zero_worker import (
 )
 
 import zero8
+from zero8.deepspeed import mapped, seams
 
 STEPS = 3
 CLIPPED = {"gradient_clipping": 1.0}
@@ -136,3 +138,20 @@ def test_zero_stable_embedding_has_float32_moments_however_the_engine_is_made(wa
     engine = make_engine(ds_config, model, optimizer=optimizer)
     train(engine, 1)
     assert_float32_embedding(engine)
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize("numel", [0, 2, 3, 7])
+def test_mapped_master_weights_are_copied_in_parts_and_padded(numel, padding, monkeypatch):
+    seams.install()
+    monkeypatch.setattr(mapped, "_PART_NUMEL", 3)
+    saved, released = torch.randn(numel, requires_grad=True), []
+    ours = mapped.MappedMasters.of(saved, lambda: released.append(None))
+    current = nn.Parameter(torch.ones(numel + padding))
+    # The two lines of DeepSpeed's load.
+    source = stage_1_and_2._get_padded_tensor(ours, current.numel())
+    current.data.copy_(source.data)
+    assert source is ours
+    assert torch.equal(current, torch.cat([saved, torch.zeros(padding)]))
+    assert len(released) == max(1, -(-numel // 3))
+    assert type(ours.clone()) is torch.Tensor

@@ -28,21 +28,21 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zero8.deepspeed.seam import ENGINE, STAGE3, of_engine, rely_on, replaced, seam
 from zero8.deepspeed.settings import EngineSettings
-from zero8.deepspeed.step import factor_of, leave_to_step
+from zero8.deepspeed.step import factor_of, leave_to_step, step_sub_group
 from zero8.deepspeed.swapping import is_swapping
-from zero8.environment.agree import raise_together_quickly
-from zero8.environment.numbers import num_ranks
-from zero8.environment.worker import Worker
+from zero8.environment.behind import Behind
 from zero8.state.tell import logger
 
 _UNSCALES = "unscale_and_clip_grads"
+_STEPS = "_optimizer_step"
 _PUT_OFF = (
     "_prepare_sub_group",
     _UNSCALES,
-    "_optimizer_step",
+    _STEPS,
     "_reassign_or_swap_out_partitioned_parameters",
     "_release_sub_group",
 )
@@ -55,29 +55,29 @@ for name in _PUT_OFF:
     rely_on(STAGE3, name)
 
 
-class _Behind:
+class _SubGroups(Behind):
     """The sub-groups of an optimizer of ZeRO-3, whose steps are put off.
 
     Attributes:
-        worker: the thread; its units are the numbers of sub-groups.
         unit_of: the number of a parameter's sub-group, by the parameter's `ds_id`.
-        used: the sub-groups that have been gathered since the last step, in that order.
     """
 
     def __init__(self, zero: Any):
-        self.worker = Worker("zero8-step")
+        super().__init__()
         self.unit_of = {p.ds_id: i for i, group in enumerate(zero.fp16_groups) for p in group}
-        self.used: dict[int, None] = {}
-        self._order = list(range(len(zero.fp16_groups)))
         self._coordinator = zero.parameter_offload.param_coordinator
         self._prefetched = getattr(self._coordinator, _PREFETCHED)
-        self._is_agreed = True  # whether the ranks know of all errors
         # In the default stream, copies of weights to a GPU would wait for the forward's kernels.
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     def step(self, zero: Any, original: Callable) -> None:
         """Call DeepSpeed's step, and have the thread take the sub-groups' steps after it."""
         self.agree()
+        optimizer = zero.optimizer
+        if _hooks_of(optimizer):  # they find weights that have been stepped
+            original(zero)
+            return
+        groups = [dict(group) for group in optimizer.param_groups]
         factors: list[Any] = []
         calls: dict[int, list[Callable]] = {}
 
@@ -86,6 +86,8 @@ class _Behind:
             if name == _UNSCALES:
                 factors[:] = factors or [factor_of(zero, args[1])]  # the same for all
                 call = partial(_unscale, zero, number, *factors)
+            elif name == _STEPS:
+                call = partial(_step, zero, number, groups)
             calls.setdefault(number, []).append(call)
 
         with ExitStack() as stack:
@@ -98,26 +100,20 @@ class _Behind:
         self._begin(zero, calls)
 
     def _begin(self, zero: Any, calls: dict[int, list[Callable]]) -> None:
-        self._order = list(dict.fromkeys([*self.used, *self._order]))
-        self.used.clear()
-        # The swapper reads ahead in the order of numbers.
-        order = sorted(self._order) if zero.swap_optimizer else self._order
-        groups = [dict(group) for group in zero.optimizer.param_groups]
         zero.optimizer._opt_called = True  # torch's schedulers, which follow, warn without it
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        self._is_agreed = False
         setattr(self._coordinator, _PREFETCHED, 0)
-        for number in (*order, _LAST):
-            if number in calls:
-                self.worker.do(number, partial(self._take, zero, groups, calls[number]))
+        works = {number: partial(self._take, zero, of_one) for number, of_one in calls.items()}
+        last = works.pop(_LAST)
+        # The swapper reads ahead in the order of numbers.
+        self.do(works, is_sorted=zero.swap_optimizer)
+        self.do({_LAST: last})
 
-    def _take(self, zero: Any, groups: list[dict], calls: Iterable[Callable]) -> None:
+    def _take(self, zero: Any, calls: Iterable[Callable]) -> None:
         """Take the step of a sub-group, in the thread."""
-        if self.worker.has_failed:
-            return
         try:
-            with zero.optimizer.with_groups(groups), torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream):
                 for call in calls:
                     call()
             if self._stream is not None:
@@ -128,35 +124,31 @@ class _Behind:
                 zero.optimizer_swapper.drain()
             raise
 
-    def need(self, params: Iterable[Any]) -> None:
+    def begin(self, _: Any) -> None:
+        """Wait for all sub-groups."""
+        self.wait()
+
+    def need_params(self, params: Iterable[Any]) -> None:
         """Wait for the sub-groups of parameters that are gathered."""
         found = {self.unit_of[p.ds_id] for p in params if p.ds_id in self.unit_of}
-        units = dict.fromkeys(sorted(found))  # sets of parameters have any order
-        self.used |= units
-        self.worker.wait(units)
-        self._raise_alone()
-
-    def need_all(self) -> None:
-        """Wait for all sub-groups."""
-        self.worker.wait_all()
-        self._raise_alone()
+        self.need(sorted(found))  # sets of parameters have any order
 
     def prefetch(self) -> None:
         """Have DeepSpeed prefetch parameters again."""
         setattr(self._coordinator, _PREFETCHED, self._prefetched)
 
-    def agree(self) -> None:
-        """Wait for all sub-groups; raise on all ranks if the step of one failed."""
-        self.need_all()
-        if not self._is_agreed:
-            self._is_agreed = True
-            raise_together_quickly(
-                self.worker.take_error(), "take the optimizer's step behind the forward"
-            )
 
-    def _raise_alone(self) -> None:
-        if self.worker.has_failed and num_ranks() == 1:
-            self.worker.raise_error()
+def _step(zero: Any, sub_group_id: int, groups: list[dict]) -> None:
+    number, stepped = zero.sub_group_to_group_id[sub_group_id], list(groups)
+    p = zero.fp32_partitioned_groups_flat[sub_group_id]
+    stepped[number] = groups[number] | {"params": [p]}
+    step_sub_group(zero, sub_group_id, lambda: zero.optimizer.step_groups(stepped))
+
+
+def _hooks_of(optimizer: Any) -> bool:
+    of_all = *_global_optimizer_pre_hooks, *_global_optimizer_post_hooks
+    its = *optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks
+    return bool(of_all or its)
 
 
 def _unscale(zero: Any, sub_group_id: int, factor: Any) -> None:
@@ -164,7 +156,7 @@ def _unscale(zero: Any, sub_group_id: int, factor: Any) -> None:
         zero.fp32_partitioned_groups_flat[sub_group_id].grad.mul_(factor)
 
 
-_behind: "WeakKeyDictionary[Any, _Behind]" = WeakKeyDictionary()
+_behind: "WeakKeyDictionary[Any, _SubGroups]" = WeakKeyDictionary()
 """By optimizer of ZeRO-3, if its steps are put off."""
 
 _HALVES = "weights, states and gradients would be read or written in the middle of a step"
@@ -181,8 +173,8 @@ def make(original: Callable, engine: Any, optimizer: Any) -> Any:
     """Put off the steps of an engine whose config asks for it."""
     zero = original(engine, optimizer)
     if EngineSettings.of(engine._config._param_dict).step_in_forward:
-        _behind[zero] = behind = _Behind(zero)
-        optimizer.behind = behind.worker
+        _behind[zero] = behind = _SubGroups(zero)
+        optimizer.beside = behind
     return zero
 
 
@@ -206,7 +198,7 @@ def gather(original: Callable, init: Any, params: list) -> None:
     if _behind:
         for zero in {p._z3_optimizer for p in params if hasattr(p, "_z3_optimizer")}:
             if (behind := _behind.get(zero)) is not None:
-                behind.need(params)
+                behind.need_params(params)
     original(init, params)
 
 
@@ -214,7 +206,7 @@ def gather(original: Callable, init: Any, params: list) -> None:
 def begin_backward(original: Callable, zero: Any) -> None:
     """Wait for what the forward has not used: the backward writes gradients."""
     if (behind := _behind.get(zero)) is not None:
-        behind.need_all()
+        behind.wait()
         behind.prefetch()
     original(zero)
 
@@ -222,7 +214,7 @@ def begin_backward(original: Callable, zero: Any) -> None:
 def finish(original: Callable, zero: Any, *args: Any, **kwargs: Any) -> Any:
     """Wait for all sub-groups first."""
     if (behind := _behind.get(zero)) is not None:
-        behind.need_all()
+        behind.wait()
     return original(zero, *args, **kwargs)
 
 

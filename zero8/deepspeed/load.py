@@ -5,26 +5,24 @@ Before anything in the engine changes, the ranks agree on a tag, and each verifi
 files.  That is one read of the checkpoint, which then is in the page cache.
 """
 
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import distributed
 
-from zero8.deepspeed.layout import MASTERS, is_part, loads_states, reads
+from zero8.deepspeed.layout import is_part, loads_states, reads
+from zero8.deepspeed.mapped import MappedFiles
 from zero8.deepspeed.parameters import compared
 from zero8.deepspeed.save import reason_not_covered, tell_not_covered
 from zero8.deepspeed.seam import replaced
 from zero8.deepspeed.settings import SECTION, EngineSettings
 from zero8.environment.agree import from_rank_0, gathered, raise_together
 from zero8.files import tags
-from zero8.files.inside import release
 from zero8.files.manifest import Damage, Manifest
-from zero8.state.entries import ENTRIES, param_states
+from zero8.state.entries import param_states
 from zero8.state.tell import logger, tell_once
 
 
@@ -223,7 +221,7 @@ def _load_together(engine, original: Callable, options: dict) -> tuple:
         agree(None)
         return before()
 
-    files, mapped = engine.checkpoint_engine, _Mapped()
+    files, mapped = engine.checkpoint_engine, MappedFiles()
     with (
         ExitStack() as stack,
         replaced(files, "load", partial(mapped.load, files.load)),
@@ -241,55 +239,6 @@ def _load_together(engine, original: Callable, options: dict) -> tuple:
         agree(None)  # DeepSpeed returns early if it finds nothing to load
     _check_steps(engine, what)
     return result
-
-
-class _Mapped:
-    """ZeRO's files of states, mapped: DeepSpeed would hold all of them beside the engine's states.
-
-    What has been copied out of them leaves this process's memory.
-    """
-
-    def __init__(self):
-        self._paths: list[Path] = []
-
-    def load(self, original: Callable, path: str, map_location=None):
-        """Load a file, in the place of DeepSpeed's own `original`."""
-        name = Path(path).name
-        is_of_zero = "zero_pp_rank_" in name and name.endswith("_optim_states.pt")
-        if not is_of_zero or not zipfile.is_zipfile(path):
-            return original(path, map_location=map_location)
-        self._paths.append(Path(path))
-        found = torch.load(path, map_location=map_location, weights_only=False, mmap=True)
-        zero = found.get("optimizer_state_dict") or {}
-        zero |= {name: _Released(zero[name], self._release) for name in MASTERS & zero.keys()}
-        states = zero.get("base_optimizer_state") or zero.get("optimizer_state_dict") or {}
-        for state in states["state"].values() if "state" in states else ():
-            # Other code's entries are kept as they are, and the file may be written again.
-            others = {k: x for k, x in state.items() if k not in ENTRIES}
-            state |= {k: x.clone() for k, x in others.items() if isinstance(x, torch.Tensor)}
-        return found
-
-    def adopted(self, original: Callable, *args):
-        """Adopt a state by a kind's own `original`."""
-        result = original(*args)
-        self._release()
-        return result
-
-    def _release(self) -> None:
-        release(*self._paths)
-
-
-class _Released(list):
-    """A list whose tensors are in mapped files, which are released after each is used."""
-
-    def __init__(self, tensors: list, release: Callable[[], None]):
-        super().__init__(tensors)
-        self._release = release
-
-    def __iter__(self) -> Iterator:
-        for tensor in super().__iter__():
-            yield tensor
-            self._release()
 
 
 def _check_steps(engine, what: str) -> None:

@@ -262,11 +262,16 @@ rely_on(STAGE3, "_unflatten_partitioned_parameters", "sub_group_id")
 @seam(STAGE3, _STEPS, _COPY, "sub_group_id")
 def step3(original: Callable, zero: Any, sub_group_id: int) -> None:
     """Step a sub-group, and write the copy that DeepSpeed would make next."""
+    step_sub_group(zero, sub_group_id, lambda: original(zero, sub_group_id))
+
+
+def step_sub_group(zero: Any, sub_group_id: int, take: Callable) -> None:
+    """Call what steps a sub-group of ZeRO-3, and write the copy that DeepSpeed would make next."""
     p = zero.fp32_partitioned_groups_flat[sub_group_id]
     target = zero.fp16_partitioned_groups_flat[sub_group_id]
     written = _written.setdefault(zero, set())
     written.discard(sub_group_id)
-    if _step_with_copy(zero.optimizer, p, target, lambda: original(zero, sub_group_id)):
+    if _step_with_copy(zero.optimizer, p, target, take):
         written.add(sub_group_id)
 
 

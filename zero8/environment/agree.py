@@ -4,7 +4,7 @@
 Without a process group, the process is the only rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch import distributed
@@ -68,12 +68,15 @@ def raise_together(error: Exception | None, what: str) -> None:
         raise kind(f"{what}: {len(failed)} rank(s) failed, rank {rank}: {text}")
 
 
-def raise_together_quickly(error: Exception | None, what: str) -> None:
-    """Do the same as `raise_together` by one all_reduce of 8 bytes, cheap enough for every step.
+def raise_together_quickly(
+    error: BaseException | None, what: str, groups: Sequence[numbers.Group] = (None,)
+) -> None:
+    """Do the same as `raise_together` by an all_reduce of 8 bytes, cheap enough for every step.
 
-    Ranks without an error raise OSError, without the others' messages.
+    Ranks without an error raise OSError, without the others' messages.  `groups` are those that
+    together reach the ranks, one after the other.
     """
-    count = numbers.total(int(error is not None), [None])
+    count = numbers.total(int(error is not None), groups)
     if error is not None:
         raise error
     if count:

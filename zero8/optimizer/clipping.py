@@ -27,9 +27,9 @@ class GradFactor:
         meant: the gradients that it is for as they were, None if for whichever come.
     """
 
-    def __init__(self) -> None:
-        """Take gradients as they are."""
-        self.set(1.0)
+    def __init__(self, value: float = 1.0):
+        """Take whichever gradients come."""
+        self.set(value)
 
     def set(self, value: float, grads: Sequence[Tensor] | None = None) -> None:
         """Set the factor, for certain gradients only, which it does not keep alive, or for all."""

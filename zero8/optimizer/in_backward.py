@@ -68,6 +68,11 @@ class InBackward:
         self._waiting_bytes, self._room = 0, threading.Condition()
         self._worker: Worker | None = Worker("zero8-step")
 
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Finish the last steps; from the next backward on, step also new parameters."""
+        self.finish()
+        self.watch(p for group in optimizer.param_groups for p in group["params"])
+
     def watch(self, params: Iterable[Tensor]) -> None:
         """Step also these parameters from the next backward on."""
         if self._worker is None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The states of an optimizer's parameters, each read and written through its kind."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from zero8.deepspeed.flat_state import FlatPartition
 from zero8.environment import numbers
+from zero8.optimizer.batch import Group
 from zero8.optimizer.check import check_new, check_replaceable
 from zero8.optimizer.loading import as_torch_casts
 from zero8.spec.algorithm import Algorithm
@@ -68,21 +69,25 @@ class States:
         ]
         self.on_disk: dict[Tensor, SwappedState] = {}
 
-    def infos(self) -> dict[Tensor, ParamInfo]:
-        """Return the descriptions of the parameters in the groups."""
-        return self.params.infos(self.optimizer.param_groups)
+    def infos(self, groups: Iterable[Group] | None = None) -> dict[Tensor, ParamInfo]:
+        """Return the descriptions of the parameters in groups, by default the optimizer's."""
+        return self.params.infos(self.optimizer.param_groups if groups is None else groups)
 
     def all(self) -> dict[Tensor, Entries]:
         """Return the states of parameters that have moments; other code may keep more."""
         return param_states(self.optimizer.state)
 
-    def kind_of(self, p: Tensor, state: Entries) -> StateKind:
-        """Return the kind of a parameter's state; `state` is empty if it has none."""
+    def kind_of(self, p: Tensor, state: Entries, group: Group | None = None) -> StateKind:
+        """Return the kind of a parameter's state; `state` is empty if it has none.
+
+        The group is needed only of a parameter that is not in the optimizer's groups.
+        """
         if len(self._algorithms) == 1:
             return kind_of(self.kinds, p, state)
         algorithm = self._algorithm_in(state)
         if algorithm is None:
-            algorithm = self.algorithm_of(self.params.group_of(p, self.optimizer.param_groups))
+            group = group or self.params.group_of(p, self.optimizer.param_groups)
+            algorithm = self.algorithm_of(group)
         return kind_of([one for one in self.kinds if one.algorithm is algorithm], p, state)
 
     def _algorithm_in(self, state: Entries) -> Algorithm | None:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes the steps of an optimizer, and caches plans and records between them."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from operator import is_, itemgetter
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,7 +22,6 @@ from zero8.optimizer.entry import Entry, WeightSums, contents_of, prepared
 from zero8.optimizer.nonfinite import Ledger
 from zero8.optimizer.plan import Plan, planned
 from zero8.optimizer.states import States
-from zero8.spec.algorithm import Algorithm
 from zero8.state.entries import is_new, others_in
 from zero8.state.extent import NEVER_SHARDED, local_grad
 from zero8.state.header import Entries
@@ -30,6 +30,22 @@ from zero8.state.memory import counters, unknown_memory
 from zero8.state.params import ParamInfo
 from zero8.state.weights import int8_rows, values_of
 from zero8.state.whole import WholeTensor
+
+Begin = Callable[[Batch, float], Batch]
+"""Takes a batch and the factor of its gradients, and returns what is to be stepped now."""
+
+
+class Beside(Protocol):
+    """What steps parameters beside the calls of `step`."""
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> Begin | None:
+        """Wait for the steps before; return what takes parameters out of the next, if any does."""
+
+    def wait(self) -> None:
+        """Wait for pending steps."""
+
+    def remove(self) -> None:
+        """Finish pending steps, and have calls of `step` step all parameters."""
 
 
 @contextmanager
@@ -75,44 +91,49 @@ class Stepper:
         self._entries.clear()
         self._plans.clear()
 
-    def step(self) -> dict[str, int]:
-        """Take a step over the parameters that have gradients.
+    def step(self, groups: Iterable[Group], begin: Begin | None = None) -> dict[str, int]:
+        """Take a step over the parameters of some groups that have gradients.
 
-        Returns the blocks that steps have left unchanged, by label, of the counts that have
-        arrived.  Raises ValueError if a parameter, gradient or state is not supported; nothing has
-        changed then.
+        `begin` may take some of them out of the batch, to step them later.  Returns the blocks
+        that steps have left unchanged, by label, of the counts that have arrived.  Raises
+        ValueError if a parameter, gradient or state is not supported; nothing has changed then.
         """
-        batch = _stepping(self._optimizer.param_groups, self._optimizer.state)
+        batch = _stepping(groups, self._optimizer.state)
         if self.factor.meant is not None:
             params = dict.fromkeys(batch.params)  # a parameter may be in a group twice
             self.factor.check([p.grad for p in params if p.grad is not None])
-        self.step_batch(batch)
+        if begin is not None:
+            batch = begin(batch, self.factor.value)
+        self.step_batch(batch, self.factor, groups)
         return self.counts.take() if self.counts.pending else {}
 
     def step_one(self, p: Tensor, grad: Tensor) -> None:
         """Take the step of one parameter with a gradient that it may no longer have."""
         group = self._states.params.group_of(p, self._optimizer.param_groups)
         value, state = values_of(p), self._optimizer.state[p]
-        self.step_batch(Batch([(group, 1)], [p], [value], [local_grad(p, grad)], [state]))
+        batch = Batch([(group, 1)], [p], [value], [local_grad(p, grad)], [state])
+        self.step_batch(batch, self.factor)
 
-    def step_batch(self, batch: Batch) -> None:
-        """Take a step over a batch, like `step`."""
+    def step_batch(
+        self, batch: Batch, factor: GradFactor, groups: Iterable[Group] | None = None
+    ) -> None:
+        """Take a step over a batch out of groups, like `step`; sets the factor to 1."""
         if not batch.params:
-            self.factor.value = 1.0
+            factor.value = 1.0
             return
-        plan, addresses = self._plan_for(batch)
-        steps, which = self._next_steps(batch)
+        plan, addresses = self._plan_for(batch, groups)
+        steps, which = self._next_steps(batch, factor.value)
         with put_off():  # Ctrl-C after the kernel would leave a step that states do not count
             for call in plan.calls:
                 self.counts.pending += call.take(batch, addresses, steps, which, self.copies)
-            self.factor.value = 1.0
+            factor.value = 1.0
 
-    def _plan_for(self, batch: Batch) -> tuple[Plan, np.ndarray]:
+    def _plan_for(self, batch: Batch, groups: Iterable[Group] | None) -> tuple[Plan, np.ndarray]:
         """Return an earlier step's plan if still valid, else a new one; and the addresses."""
         first = id(batch.params[0])
         plan = self._plans.get(first)
         if plan is None or (addresses := _addresses_if_valid(plan, batch)) is None:
-            entries = self._entries_of(batch)
+            entries = self._entries_of(batch, groups)
             keys, _ = _contents(batch, entries, all(one.is_plain for one in entries))
             self._plans[first] = plan = planned(batch, entries, keys)
             addresses = batch.addresses()
@@ -124,13 +145,13 @@ class Stepper:
             )
         return plan, addresses
 
-    def _entries_of(self, batch: Batch) -> list[Entry]:
+    def _entries_of(self, batch: Batch, groups: Iterable[Group] | None) -> list[Entry]:
         """Return the entries of a batch; makes those of the parameters that have no valid ones."""
         rows = {id(row.param): row for row in batch.rows()}
         known = self._entries
         unfit = [row for at, row in rows.items() if at not in known or not known[at].is_valid(row)]
         if unfit:
-            self._prepare(unfit, self._states.infos())
+            self._prepare(unfit, self._states.infos(groups))
         return [known[id(p)] for p in batch.params]
 
     def _prepare(self, rows: Sequence[Row], infos: Mapping[Tensor, ParamInfo]) -> None:
@@ -143,8 +164,8 @@ class Stepper:
             for device in {row.value.device for row in rows}:
                 kernel_on(device)
             for row in rows:
-                p, was_new = row.param, is_new(row.state)
-                kind, before = self._states.kind_of(p, row.state), self._entries.get(id(p))
+                p, was_new, before = row.param, is_new(row.state), self._entries.get(id(row.param))
+                kind = self._states.kind_of(p, row.state, row.group)
                 entry = prepared(kind, row, infos[p], self.weight_sums)
                 self._entries[id(p)] = entry
                 # Partitions, whose moments move, note what is written into them.
@@ -166,7 +187,7 @@ class Stepper:
         is_int8 = int8_rows(row.param) is not None
         check_tensors(label, row.value, row.grad, is_int8=is_int8)
 
-    def _next_steps(self, batch: Batch) -> tuple[list[NextStep], np.ndarray]:
+    def _next_steps(self, batch: Batch, factor: float) -> tuple[list[NextStep], np.ndarray]:
         """Return the distinct next steps, and for each parameter the index of its own."""
         steps: list[NextStep] = []
         which: list[np.ndarray] = []
@@ -184,18 +205,16 @@ class Stepper:
                     place.setdefault(counts, len(steps) + len(place))
                 which.append(np.array([place[counts] for counts in zip(*columns, strict=True)]))
                 distinct = list(place)
-            steps += [self._next_step(group, algorithm, *counts) for counts in distinct]
+            steps += [self._next_step(group, factor, *counts) for counts in distinct]
         return steps, which[0] if len(which) == 1 else np.concatenate(which)
 
-    def _next_step(
-        self, group: Group, algorithm: Algorithm, step: float, *memory: float
-    ) -> NextStep:
-        number = int(step) + 1
+    def _next_step(self, group: Group, factor: float, step: float, *memory: float) -> NextStep:
+        number, algorithm = int(step) + 1, self._states.algorithm_of(group)
         after = algorithm.next_memory(number, tuple(map(float, memory)), group)
         entries = dict(zip(counters(algorithm), (number, *after), strict=True))
         scalars = algorithm.scalars(number, after, group, self._states.settings.bias_correction)
-        if self.factor.value != 1.0:
-            scalars = scalars._replace(grad_factor=self.factor.value)
+        if factor != 1.0:
+            scalars = scalars._replace(grad_factor=factor)
         return NextStep(number, entries, scalars)
 
 
