@@ -3,8 +3,7 @@
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +13,6 @@ from torch.optim.optimizer import ParamsT
 from zero8.deepspeed import claims, seams
 from zero8.deepspeed.constructing import check_replaced, constructing_engine, global_shape
 from zero8.environment.versions import warn_if_untested
-from zero8.environment.worker import Worker
 from zero8.op import kernel
 from zero8.op.cuda import DEVICES
 from zero8.optimizer import notices
@@ -37,7 +35,6 @@ class BlockwiseOptimizer(BeyondTorch):
         algorithm: the algorithm of its steps.
         settings: the settings of the whole optimizer.
         state_dict_format: see the argument; may be set between two calls of `state_dict`.
-        behind: the thread in which steps go on after their call, None without one.
     """
 
     algorithm: ClassVar[Algorithm]
@@ -84,29 +81,6 @@ class BlockwiseOptimizer(BeyondTorch):
         self._claim = claims.Claim(self)
         self.beside = None
         self._lacks_decay = False  # whether a group was added without a weight_decay
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups; in a thread inside `with_groups`, its own."""
-        if own := self._groups_of_threads:
-            if (groups := own.get(threading.get_ident())) is not None:
-                return groups
-        everyones: list[dict[str, Any]] = self.__dict__["param_groups"]
-        return everyones
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.__dict__["param_groups"] = groups
-
-    @contextmanager
-    def with_groups(self, groups: list[dict[str, Any]]) -> Iterator[None]:
-        """Have this thread step with groups of its own in the block; others see no difference."""
-        ident = threading.get_ident()
-        self._groups_of_threads[ident] = groups
-        try:
-            yield
-        finally:
-            del self._groups_of_threads[ident]
 
     @property
     def algorithms(self) -> tuple[Algorithm, ...]:
