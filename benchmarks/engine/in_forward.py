@@ -28,7 +28,7 @@ from zero8.spec.adam import ADAM
 
 MODULE = "benchmarks.engine.in_forward"
 RATIOS = (0.5, 1.0, 2.0, 4.0)
-BLOCKS, ITERATIONS = 8, 6
+BLOCKS, ITERATIONS = 3, 6
 COLUMNS = {
     "forward : step": ("ratio", "{:g}"),
     "forward, ms": ("forward_ms", "{:.1f}"),
