@@ -12,8 +12,7 @@
 
 #include "algorithms.h"
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 // An algorithm is a struct with these parts:
 //
@@ -76,5 +75,4 @@ struct Adam {
   };
 };
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

@@ -7,8 +7,7 @@
 
 #include "algorithms.h"
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 struct Ademamix {
   static constexpr Algorithm kNumber = kAdemamix;
@@ -60,5 +59,4 @@ struct Ademamix {
   };
 };
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

@@ -95,7 +95,10 @@ PyObject* none() {
 // What `step` checks, for a kernel that is launched from Python, and takes no INT8 weights.
 PyObject* check_records(PyObject* const* args) {
   const Records<const zero8::Segment> rows(args[0], "segment");
+  const Records<int64_t> sums(args[2], "sum");
+  if (sums.size() != rows.size() + 1) fail("expected one sum more than segments");
   check(rows.data(), rows.size(), integer(args[1]), false);
+  zero8::sum_blocks(rows.data(), rows.size(), sums.data());
   return none();
 }
 
@@ -285,7 +288,7 @@ PyMethodDef method(const char* name, const char* doc) noexcept {
 
 PyMethodDef methods[] = {
     method<step, 5>("step", "Take one optimizer step on every segment, in place."),
-    method<check_records, 2>("check", "Raise ValueError if kernels cannot rely on a segment."),
+    method<check_records, 3>("check", "Check segments, and sum up their blocks: check.h."),
     method<fill, 5>("fill", "Fill into kept records what changes from step to step: fill.h."),
     method<sum_of_squares, 2>("sum_of_squares", "Read gradients once, for their norm: norm.h."),
     method<describe, 4>("describe", "Write down where tensors are, and of what kind."),

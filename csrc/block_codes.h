@@ -5,8 +5,7 @@
 // Included once per target, so in the target's namespace.
 #include <cstdint>
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 // Makes floats of moment k of a block, times `gain`, with zeros up to a whole vector.  Returns
 // whether its scales are finite: see has_finite_scales.
@@ -50,12 +49,12 @@ void encode_block(const Segment& seg, int k, const Block& b, const BlockValues& 
   alignas(64) uint8_t bytes[kMaxBlockSize + kUnitMargin];
   if constexpr (Code::kBits != 8) codes = bytes;
   const auto encode_with = [&](const auto& encode, auto dither) ZERO8_INLINE {
-    dither.start(0, false);
+    dither.start();
     int i = 0;
     for (; i + kChunk <= b.count; i += kChunk) {
       Vec::I threshold[4];
-      for (int n = 0; n < 4; ++n) threshold[n] = dither.next_of_two(n % 2);
-      encode_four<false>(encode, values.x + i, threshold, codes + i);
+      for (int n = 0; n < 4; ++n) threshold[n] = dither.next();
+      encode_four(encode, values.x + i, threshold, codes + i);
     }
     for_vectors(i, b.count, [&](int n, auto lanes) ZERO8_INLINE {
       store8(codes + n, encode_one(encode, values.x + n, dither.next()), lanes);
@@ -73,14 +72,15 @@ void encode_block(const Segment& seg, int k, const Block& b, const BlockValues& 
   if constexpr (Code::kBits != 8) Units<Code>::pack_block(seg, b, codes, moment.values);
 }
 
-// The functions of one code.
+// The functions of one code, and whether BlockValues::takes_other_levels makes a difference.
 struct BlockCode {
   bool (*decode)(const Segment&, int k, const Block&, float gain, const CodecMaps&, float* x);
   void (*encode)(const Segment&, int k, const Block&, const BlockValues&, const CodecMaps&,
                  Vec::I magnitudes);
+  bool has_other_levels;
 };
 template <class Code>
-constexpr BlockCode kBlockCode = {decode_block<Code>, encode_block<Code>};
+constexpr BlockCode kBlockCode = {decode_block<Code>, encode_block<Code>, kHasTwoLevels<Code>};
 
 // That of moment k of an algorithm in a codec other than kFloat32.
 template <class Algorithm>
@@ -95,5 +95,4 @@ BlockCode block_code(int32_t codec, int k) {
   return found;
 }
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

@@ -4,8 +4,7 @@
 // Included once per target, after blocks.h, so in the target's namespace.
 #include <cstdint>
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 // The blocks of a segment in order, from number `local` on: what block_at says, but the divisions
 // are done once.  They would stand in the way of every block's first loads.
@@ -34,5 +33,4 @@ class BlockWalk {
   Block block_;
 };
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

@@ -6,8 +6,7 @@
 
 #include "format.h"
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 // Elements begin .. begin + count - 1 of a segment; `local` counts the segment's blocks from 0.
 struct Block {
@@ -65,5 +64,4 @@ ZERO8_DEVICE inline int64_t unit_of(const Segment& seg, int64_t element, int cod
   return element / row * units_per_row(seg, codes) + element % row / codes;
 }
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

@@ -5,8 +5,7 @@
 // Included once per target, after chunks.h, so in the target's namespace.
 #include <cstdint>
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 // What the last loop over a block needs, in a buffer: vectors of the new moments, and of what the
 // algorithm carries from one loop to the other.  And of the old parameters, where the last loop may
@@ -46,7 +45,8 @@ ZERO8_INLINE inline void step_param(const typename Algorithm::Scalars& s,
   QuickVec vec;
   const Vec::F p = param.read(vec, i, lanes);
   buffer.keep_param(i, p);
-  param.write(i, buffer.param(vec, s, p, i), lanes);
+  const Vec::F updated = buffer.param(vec, s, p, i);
+  param.write(i, updated, lanes, any_extreme(updated));
 }
 
 // Calls body(vec), which makes numbers at `made`, with a QuickVec, and if that has seen tiny
@@ -70,14 +70,14 @@ ZERO8_INLINE inline void correct_params(const typename Algorithm::Scalars& s,
                                         const Buffer<Algorithm>& buffer, P& param, int count) {
   if constexpr (!QuickVec::kIsExact) {
     if (!QuickVec::saw_tiny(buffer.values)) return;
-    param.start(0, false);
+    param.start();
     for_vectors(0, count, [&](int i, auto lanes) ZERO8_INLINE {
       Vec vec;
-      param.write(i, buffer.param(vec, s, buffer.kept_param(i), i), lanes);
+      const Vec::F p = buffer.param(vec, s, buffer.kept_param(i), i);
+      param.write(i, p, lanes, any_extreme(p));
     });
     QuickVec::forget_tiny();
   }
 }
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

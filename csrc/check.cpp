@@ -186,4 +186,9 @@ std::string violation(const Segment* segments, int64_t num_segments, int64_t num
   return {};
 }
 
+void sum_blocks(const Segment* segments, int64_t num_segments, int64_t* sums) {
+  sums[0] = 0;
+  for (int64_t i = 0; i < num_segments; ++i) sums[i + 1] = sums[i] + check::num_blocks(segments[i]);
+}
+
 }  // namespace zero8

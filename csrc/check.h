@@ -21,4 +21,8 @@ constexpr int64_t kMaxElements = int64_t{1} << 48;
 std::string violation(const Segment* segments, int64_t num_segments, int64_t num_scalars,
                       bool takes_int8);
 
+// Writes the running sums of the numbers of blocks of segments without a violation: num_segments +
+// 1 of them, from 0.
+void sum_blocks(const Segment* segments, int64_t num_segments, int64_t* sums);
+
 }  // namespace zero8

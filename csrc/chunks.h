@@ -4,8 +4,7 @@
 // Included once per target, so in the target's namespace.
 #include <cstdint>
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 constexpr int64_t kPrefetchDistance = 512;  // elements
 constexpr int kLineBytes = 64;
@@ -76,17 +75,7 @@ inline Vec::I largest_of_chunk(const Half* x) {
   return larger_of_pairs(Vec::subi(Vec::maxu16(largest_pairs(x), distances), distances));
 }
 
-template <bool kPairs>
-ZERO8_INLINE inline void load_two(const uint16_t* p, Vec::F* x) {
-  load_two<kPairs, Vec>(p, x);
-}
-template <bool, class T>
-ZERO8_INLINE inline void load_two(const T* p, Vec::F* x) {
-  x[0] = Vec::load(p);
-  x[1] = Vec::load(p + Vec::kLanes);
-}
-
-template <bool kPairs, class Encoder>
+template <class Encoder>
 ZERO8_INLINE inline void encode_four(const Encoder& encode, const float* values,
                                      const Vec::I* threshold, uint8_t* codes) {
   Vec::F x[4];
@@ -96,13 +85,10 @@ ZERO8_INLINE inline void encode_four(const Encoder& encode, const float* values,
     code[k] = encode(x[k], threshold[k]);
   }
   if constexpr (Encoder::kLeft == Left::kSign) {
-    Vec::store8x4_signed(codes, code[0], code[1], code[2], code[3], x, kPairs);
-  } else if constexpr (Encoder::kLeft == Left::kUnlessZero) {
-    Vec::store8x4_unless_zero(codes, code[0], code[1], code[2], code[3], x, kPairs);
+    Vec::store8x4_signed(codes, code, x);
   } else {
-    Vec::store8x4(codes, code[0], code[1], code[2], code[3], kPairs);
+    Vec::store8x4(codes, code);
   }
 }
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

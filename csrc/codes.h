@@ -44,8 +44,7 @@
 #include "dither.h"
 #include "format.h"
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 constexpr uint32_t kOneBits = 0x3F800000;
 constexpr uint32_t kSignBit = 0x80000000, kInfinityBits = 0x7F800000;
@@ -71,72 +70,54 @@ ZERO8_DEVICE inline float float_of(uint32_t bits) {
 }
 
 // (D2) for vector after vector, in the lower halves, which stand under the same upper half.
-//
-// Vectors are in order, or they come in pairs, the first of elements 0, 2, 4, ... and the second of
-// 1, 3, 5, ...: so 16-bit numbers become two vectors of floats with two instructions.
 class Dither {
  public:
   ZERO8_DEVICE Dither() : Dither(0) {}
   // Element 0 has q(i, t) = `first`.
   ZERO8_DEVICE explicit Dither(uint32_t first, uint32_t upper_half = 0)
       : first_(first), upper_half_(upper_half) {}
-  // From element i on; comes before all others.
-  ZERO8_DEVICE ZERO8_INLINE void start(int i, bool pairs) {
+  // Comes before all others.
+  ZERO8_DEVICE ZERO8_INLINE void start(int i = 0) {
     const uint32_t first = first_ + static_cast<uint32_t>(i) * kInBlockStep;
-    q_[0] = ramp(first, pairs ? 2 * kInBlockStep : kInBlockStep);
-    q_[1] = Vec::add_low16(q_[0], step(pairs ? 1 : Vec::kLanes));
+    const Vec::I lower = Vec::andi(Vec::ramp(first, kInBlockStep), Vec::seti(0xFFFF));
+    q_ = Vec::ori(lower, Vec::seti(upper_half_ << 16));
   }
-  // Of the next vector, in order; two at a time, in order or a pair, they are next_of_two(0) and
-  // next_of_two(1).
+  // Of the next vector; the first one begins with element i.
   ZERO8_DEVICE ZERO8_INLINE Vec::I next() {
-    const Vec::I now = q_[0];
-    q_[0] = Vec::add_low16(now, step(Vec::kLanes));
-    return now;
-  }
-  ZERO8_DEVICE ZERO8_INLINE Vec::I next_of_two(int k) {
-    const Vec::I now = q_[k];
-    q_[k] = Vec::add_low16(now, step(2 * Vec::kLanes));
+    const Vec::I now = q_;
+    q_ = Vec::add_low16(now, Vec::seti((Vec::kLanes * kInBlockStep) & 0xFFFF));
     return now;
   }
 
  private:
   uint32_t first_, upper_half_;
-  Vec::I q_[2];
-
-  ZERO8_DEVICE static Vec::I step(uint32_t elements) {
-    return Vec::seti((elements * kInBlockStep) & 0xFFFF);
-  }
-  ZERO8_DEVICE Vec::I ramp(uint32_t start, uint32_t step) const {
-    const Vec::I lower = Vec::andi(Vec::ramp(start, step), Vec::seti(0xFFFF));
-    return Vec::ori(lower, Vec::seti(upper_half_ << 16));
-  }
+  Vec::I q_;
 };
 
 // For codes without thresholds.
 struct NoDither {
-  ZERO8_DEVICE void start(int, bool) {}
+  ZERO8_DEVICE void start() {}
   ZERO8_DEVICE Vec::I next() { return Vec::seti(0); }
-  ZERO8_DEVICE Vec::I next_of_two(int) { return Vec::seti(0); }
 };
 
 // The same threshold for all.
 template <uint32_t kThreshold>
 struct Constant {
-  void start(int, bool) {}
-  Vec::I next() { return Vec::seti(kThreshold); }
-  Vec::I next_of_two(int) { return Vec::seti(kThreshold); }
+  ZERO8_DEVICE void start() {}
+  ZERO8_DEVICE Vec::I next() { return Vec::seti(kThreshold); }
 };
 
-// Whether thresholds are used where the settling of a step says so, and only there: of an encoder
-// that then `is_dithered`, and has an encoder `dithered()`.
+// Whether a code has two sets of levels, of which its encoder chooses one for each block.  Then the
+// settling of a step says whether thresholds are used: of an encoder that `is_dithered`, which has
+// another encoder `dithered()`.
 template <class Code>
-constexpr bool kMayDither = false;
+constexpr bool kHasTwoLevels = false;
 
 // Calls body(encode, dither) with what encodes a block whose thresholds start with q(i, t) = q.
 template <class Code, class Body>
 ZERO8_DEVICE ZERO8_INLINE inline void with_dither(const typename Code::Encoder& encode, uint32_t q,
                                                   Body&& body) {
-  if constexpr (kMayDither<Code>) {
+  if constexpr (kHasTwoLevels<Code>) {
     if (encode.is_dithered) {
       body(encode.dithered(), Code::dither(q));
     } else {
@@ -163,15 +144,13 @@ struct BlockValues {
   bool takes_other_levels = false;  // than (C9) says, where both are possible
 };
 
-// What is left to do to a code: negate it where x is negative; make it 0 where it is negative; make
-// it 0 where x, never negative, is 0.
-enum class Left { kSign, kClamp, kUnlessZero };
+// What is left to do to a code: negate it where x is negative; make it 0 where it is negative.
+enum class Left { kSign, kClamp };
 
 template <Left kLeft>
 ZERO8_DEVICE inline Vec::I completed(Vec::I code, Vec::F x) {
   if constexpr (kLeft == Left::kSign) return Vec::andi(Vec::signed_as(code, x), Vec::seti(255));
-  if constexpr (kLeft == Left::kClamp) return Vec::maxs(code, Vec::seti(0));
-  return Vec::unless_zero(code, Vec::as_int(x));
+  return Vec::maxs(code, Vec::seti(0));
 }
 
 // What the scales of a block depend on: its values may be added in any order, and zeros too, as
@@ -229,5 +208,4 @@ struct CodecOf {
   using Code = IfElse<kSigned, IfElse<kDithered, OfDithered, OfSigned>, OfUnsigned>;
 };
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

@@ -7,8 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 template <Algorithm kKind>
 struct OneMoment {
@@ -105,7 +104,7 @@ int64_t write_blocks(const Segment& seg, const StepScalars&, const CodecMaps& ma
       magnitudes = Vec::maxu(magnitudes, Vec::magnitude_bits(Vec::load(x + i)));
     });
     moment.encode(b, magnitudes, x);
-    if (kSigned && !moment.holds(b, x)) {
+    if (moment.code.has_other_levels && !moment.holds(b, x)) {
       moment.encode(b, magnitudes, x, true);
       if (!moment.holds(b, x)) moment.encode(b, magnitudes, x);
     }
@@ -116,5 +115,4 @@ int64_t write_blocks(const Segment& seg, const StepScalars&, const CodecMaps& ma
   return 0;
 }
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

@@ -5,8 +5,7 @@
 // Included once per target, so in the target's namespace.
 #include <cstdint>
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 // (C5), (C6)
 template <bool kIsSigned>
@@ -35,7 +34,7 @@ struct Dynamic {
   };
 
   struct Encoder {
-    static constexpr Left kLeft = kSigned ? Left::kClamp : Left::kUnlessZero;
+    static constexpr Left kLeft = Left::kClamp;
     const DynamicMap* map;
     float inverse;
 
@@ -65,7 +64,7 @@ struct Dynamic {
         const Vec::I below = Vec::minu(Vec::subi(nearest, Vec::seti(1)), last);
         code = Vec::choose(unsure, compared(n, below), code);
       }
-      return code;
+      return kSigned ? code : Vec::unless_zero(code, Vec::as_int(x));
     }
 
    private:
@@ -93,5 +92,4 @@ struct Dynamic {
 
 using InDynamic = CodecOf<Dynamic<true>, Dynamic<true>, Dynamic<false>>;
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

@@ -4,8 +4,7 @@
 //
 // Included once per target, so in the target's namespace.
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 // Vec for loops over a block.  If not kIsExact, its mul, fma and fms may give 0 where 2^-126 is
 // right.  saw_tiny(made) says whether any may have done so since forget_tiny(); all that has been
@@ -16,5 +15,4 @@ struct QuickVec : Vec {
   static void forget_tiny() {}
 };
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

@@ -5,8 +5,7 @@
 // Included once per target, so in the target's namespace.
 #include <cstdint>
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 // E4M3: (C10), (C11)
 template <bool kIsSigned>
@@ -44,7 +43,7 @@ struct Fp8 {
 
   struct Encoder {
     // A code with its sign is complete, and not negative.
-    static constexpr Left kLeft = kSigned ? Left::kClamp : Left::kUnlessZero;
+    static constexpr Left kLeft = Left::kClamp;
     float inverse;
 
     ZERO8_DEVICE Encoder(const Range& range, const CodecMaps&, const BlockValues&, float* stored) {
@@ -66,7 +65,8 @@ struct Fp8 {
       // The first octave's units are codes, and each one above has kFirstNormal more.
       const Vec::I below = Vec::subi(Vec::shr<kShift>(octave), Vec::seti(kFirstNormal + kBias));
       const Vec::I code = Vec::addi(units, below);
-      if constexpr (!kSigned) return Vec::maxu(code, Vec::seti(1));
+      if constexpr (!kSigned)
+        return Vec::unless_zero(Vec::maxu(code, Vec::seti(1)), Vec::as_int(x));
       const Vec::I sign = Vec::andi(Vec::shr<24>(Vec::as_int(x)), Vec::seti(128));
       return Vec::ori(code, Vec::unless_zero(sign, code));
     }
@@ -75,5 +75,4 @@ struct Fp8 {
 
 using InFp8 = CodecOf<Fp8<true>, Fp8<true>, Fp8<false>>;
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

@@ -6,8 +6,7 @@
 
 #include "format.h"
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 // The pattern of the float of the same value; of NaN one of NaN.
 ZERO8_DEVICE inline uint32_t float_pattern(Half half) {
@@ -24,5 +23,4 @@ ZERO8_DEVICE inline uint32_t float_pattern(Half half) {
   return pattern | (half.bits & 0x8000u) << 16;
 }
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

@@ -7,8 +7,7 @@
 
 #include "format.h"
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 constexpr float kLargestCode = 127.0f;
 
@@ -30,7 +29,7 @@ class RowThresholds {
  public:
   // `first` are those of the row's first element.
   explicit RowThresholds(const Thresholds& first) : dither_(first.q) {
-    if constexpr (kRounding == kDither) dither_.start(0, false);
+    if constexpr (kRounding == kDither) dither_.start();
     if constexpr (kRounding == kHash) r_ = Vec::ramp(first.r, kElementStep);
   }
   Vec::F next() {
@@ -155,5 +154,4 @@ class Rows {
   int64_t begin_, end_;
 };
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

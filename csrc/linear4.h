@@ -5,8 +5,7 @@
 // Included once per target, so in the target's namespace.
 #include <cstdint>
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 // The nearest of 16 levels: (C5), (C6)
 template <bool kIsSigned>
@@ -69,5 +68,4 @@ struct Linear4 {
 
 using InLinear4 = CodecOf<Linear4<true>, Linear4<true>, Linear4<false>>;
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

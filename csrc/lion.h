@@ -7,8 +7,7 @@
 
 #include "algorithms.h"
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 struct Lion {
   static constexpr Algorithm kNumber = kLion;
@@ -50,5 +49,4 @@ struct Lion {
   };
 };
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

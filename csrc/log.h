@@ -5,8 +5,7 @@
 // Included once per target, so in the target's namespace.
 #include <cstdint>
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 // (C2)-(C4)
 template <int kOctaves, int kMantissaBits>
@@ -45,39 +44,15 @@ struct SignedLog {
 
   struct Decoder {
     Vec::F scale;
-    Vec::I shift, shift_from_top;
+    Vec::I shift;
 
     ZERO8_DEVICE Decoder(const float* stored, float gain, const CodecMaps&)
         : scale(Vec::mul(Vec::set(float_of(bits_of(*stored) & ~kSignBit)), Vec::set(gain))) {
-      const uint32_t bits = (*stored < 0.0f ? Wide::kShift : Narrow::kShift) - (8 - kBits);
-      shift = Vec::seti(bits);
-      shift_from_top = Vec::seti(24 - bits);
+      shift = Vec::seti((*stored < 0.0f ? Wide::kShift : Narrow::kShift) - (8 - kBits));
     }
     template <class AnyVec>
     ZERO8_DEVICE ZERO8_INLINE Vec::F operator()(AnyVec& vec, Vec::I code) const {
-      return value(vec, Vec::shlv(Vec::absi(code), shift), code);
-    }
-    // Two vectors, in order or as a pair (see Dither), whose codes come in the upper bits.
-    template <bool kPairs, class V>
-    ZERO8_DEVICE ZERO8_INLINE void two(V& vec, const uint8_t* codes, typename V::F* x) const {
-      typename V::I code[2];
-      if constexpr (kPairs) {
-        V::load8_top_pair(codes, code);
-        for (int k = 0; k < 2; ++k) x[k] = from_top(vec, code[k]);
-      } else {
-        V::load8s_two(codes, code);
-        for (int k = 0; k < 2; ++k) x[k] = (*this)(vec, code[k]);
-      }
-    }
-
-   private:
-    template <class AnyVec>
-    ZERO8_DEVICE ZERO8_INLINE Vec::F from_top(AnyVec& vec, Vec::I code) const {
-      return value(vec, Vec::shrv(Vec::absi(code), shift_from_top), code);
-    }
-    // Of a magnitude at the place of (C3), with the sign of `code`.
-    template <class AnyVec>
-    ZERO8_DEVICE ZERO8_INLINE Vec::F value(AnyVec& vec, Vec::I magnitude, Vec::I code) const {
+      const Vec::I magnitude = Vec::shlv(Vec::absi(code), shift);
       const Vec::F y = Vec::as_float(Vec::addi(magnitude, Vec::seti(kOneBits)));
       // (y - 1) * scale: the level y - 1 is exact, so this rounds once, as the product does.
       const Vec::F signed_scale = Vec::negated(scale, code);
@@ -155,7 +130,7 @@ struct SignedLog {
   ZERO8_DEVICE static Dither dither(uint32_t q) { return Dither((q & ~3u) | 2u); }
 };
 template <int kCodeBits>
-constexpr bool kMayDither<SignedLog<kCodeBits>> = true;
+constexpr bool kHasTwoLevels<SignedLog<kCodeBits>> = true;
 
 // Signed values in `log` and `log6` that live long: (C2")
 template <int kCodeBits>
@@ -222,17 +197,6 @@ struct Log {
       const Vec::I bits = Vec::addi(Vec::shr<kPartBits>(Vec::muli(code, step)), base);
       return vec.mul(Vec::as_float(Vec::unless_zero(bits, code)), gain);
     }
-    // As SignedLog's.
-    template <bool kPairs, class V>
-    ZERO8_DEVICE ZERO8_INLINE void two(V& vec, const uint8_t* codes, typename V::F* x) const {
-      typename V::I code[2];
-      if constexpr (kPairs) {
-        V::load8_pair(codes, code);
-      } else {
-        V::load8_two(codes, code);
-      }
-      for (int k = 0; k < 2; ++k) x[k] = (*this)(vec, code[k]);
-    }
   };
 
   struct Encoder {
@@ -295,5 +259,4 @@ struct Log {
 using InLog = CodecOf<SignedLog<8>, DitheredLog<8>, Log<8>>;
 using InLog6 = CodecOf<SignedLog<6>, DitheredLog<6>, Log<6>>;
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

@@ -13,8 +13,7 @@
 #include "linear4.h"
 #include "log.h"
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 // --- Codecs --------------------------------------------------------------------------------------
 
@@ -102,5 +101,4 @@ ZERO8_DEVICE inline bool are_moments(const uint32_t* largest) {
   return are;
 }
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

@@ -9,8 +9,7 @@
 #include "codes.h"
 #include "format.h"
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 // Which lanes of a vector count: all, known to the compiler.  chunks.h has tails too.
 struct All {};
@@ -29,39 +28,15 @@ ZERO8_DEVICE inline Vec::Mask is_nan(Vec::F x) {
   return Vec::above(Vec::magnitude_bits(x), Vec::seti(kInfinityBits));
 }
 
-// Whether any rounding to bfloat16 could overflow, or the value of a magnitude is not finite.
-ZERO8_DEVICE inline bool any_extreme(Vec::I magnitude) {
-  return Vec::any(Vec::above(magnitude, Vec::seti(0x7F7EFFFF)));
+// Whether any rounding to bfloat16 could overflow, or a value is not finite.
+ZERO8_DEVICE inline bool any_extreme(Vec::F x) {
+  return Vec::any(Vec::above(Vec::magnitude_bits(x), Vec::seti(0x7F7EFFFF)));
 }
 
 // Whether the upper 16 bits of a float, here in the lower half, are those of infinity or NaN.
 ZERO8_DEVICE inline Vec::Mask is_beyond(Vec::I high) {
   const Vec::I exponent = Vec::seti(0x7F80);
   return Vec::equal(Vec::andi(high, exponent), exponent);
-}
-
-// Two vectors of 16-bit numbers, in order or as a pair; stored are the upper halves.
-template <bool kPairs, class V>
-ZERO8_DEVICE ZERO8_INLINE inline void load_two(const uint16_t* p, typename V::F* x) {
-  if constexpr (kPairs) {
-    V::load_pair(p, x);
-  } else {
-    x[0] = V::load(p);
-    x[1] = V::load(p + V::kLanes);
-  }
-}
-template <bool kPairs, class V>
-ZERO8_DEVICE ZERO8_INLINE inline void store_two(uint16_t* p, const typename V::I* x) {
-  if constexpr (kPairs) {
-    V::store_pair(p, x[0], x[1]);
-  } else {
-    V::store16(p, V::template shr<16>(x[0]));
-    V::store16(p + V::kLanes, V::template shr<16>(x[1]));
-  }
-}
-// Whether any_extreme holds for either of two vectors.
-ZERO8_DEVICE inline bool any_extreme_of_two(const Vec::F* x) {
-  return any_extreme(Vec::maxu(Vec::magnitude_bits(x[0]), Vec::magnitude_bits(x[1])));
 }
 
 // The patterns of the nearest bfloat16 and float16, to even in a tie; what is beyond the largest
@@ -118,37 +93,28 @@ ZERO8_DEVICE inline Vec::I hashed(Vec::I r) {
 }
 
 // The parameters of one block: how they are read as float32, by Vec or, on CUDA, QuickVec, and
-// rounded and written (R7), vector by vector, in order, after `start(i, pairs)` for the first one
-// i. On the CPU two vectors at once can be read and written too, in order, or, if kHasPairs, as a
-// pair: see Dither.  V is Vec: that of CUDA, which has no pairs, does not get there.  Product is
-// the wider of their type and of G, that of their gradients.
+// rounded and written (R7), vector by vector, in order, after `start()`.  `is_extreme` is at least
+// any_extreme of what is written.  Product is the wider of their type and of G, that of their
+// gradients.
 class Float32 {
  public:
   using Stored = float;
   template <class G>
   using Product = float;
-  static constexpr bool kCorrected = false, kHasPairs = false;
+  static constexpr bool kCorrected = false;
   float* p;
 
   ZERO8_DEVICE Float32() : p(nullptr) {}
   ZERO8_DEVICE Float32(const Segment& seg, const Block& b)
       : p(static_cast<float*>(seg.param) + b.begin) {}
-  ZERO8_DEVICE void start(int, bool) {}
+  ZERO8_DEVICE void start() {}
   template <class AnyVec, class Lanes>
   ZERO8_DEVICE Vec::F read(AnyVec& vec, int i, Lanes lanes) const {
     return vec.flushed(load(p + i, lanes));
   }
   template <class Lanes>
-  ZERO8_DEVICE void write(int i, Vec::F x, Lanes lanes) {
+  ZERO8_DEVICE void write(int i, Vec::F x, Lanes lanes, bool) {
     store(p + i, x, lanes);
-  }
-  template <bool, class V = Vec>
-  ZERO8_DEVICE ZERO8_INLINE void read_two(int i, typename V::F* x) const {
-    for (int k = 0; k < 2; ++k) x[k] = V::load(p + i + k * V::kLanes);
-  }
-  template <bool, class V = Vec>
-  ZERO8_DEVICE ZERO8_INLINE void write_two(int i, const typename V::F* x) {
-    for (int k = 0; k < 2; ++k) V::store(p + i + k * V::kLanes, x[k]);
   }
 };
 
@@ -159,7 +125,7 @@ class BFloat16 {
   using Stored = uint16_t;
   template <class G>
   using Product = G;
-  static constexpr bool kCorrected = false, kHasPairs = kOnlyDithered;
+  static constexpr bool kCorrected = false;
   uint16_t* p;
 
   ZERO8_DEVICE BFloat16() : p(nullptr), rounding_(kNearest) {}
@@ -169,42 +135,21 @@ class BFloat16 {
     dither_ = Dither(first.q);
     first_r_ = first.r;
   }
-  ZERO8_DEVICE void start(int i, bool pairs) {
-    dither_.start(i, pairs);
-    if constexpr (!kOnlyDithered) {
-      r_ = Vec::ramp(first_r_ + static_cast<uint32_t>(i) * kElementStep, kElementStep);
-    }
+  ZERO8_DEVICE void start() {
+    dither_.start();
+    if constexpr (!kOnlyDithered) r_ = Vec::ramp(first_r_, kElementStep);
   }
   template <class AnyVec, class Lanes>
   ZERO8_DEVICE Vec::F read(AnyVec& vec, int i, Lanes lanes) const {
     return vec.flushed(load(p + i, lanes));
   }
   template <class Lanes>
-  ZERO8_DEVICE void write(int i, Vec::F x, Lanes lanes) {
+  ZERO8_DEVICE void write(int i, Vec::F x, Lanes lanes, bool is_extreme) {
     const Vec::I bits = Vec::as_int(x);
     const Vec::I threshold = threshold_of(bits);
     Vec::I high = Vec::shr<16>(Vec::addi(bits, threshold));
-    if (any_extreme(Vec::magnitude_bits(x))) high = careful(x, high);
+    if (is_extreme) high = careful(x, high);
     store16(p + i, high, lanes);
-  }
-  template <bool kPairs, class V = Vec>
-  ZERO8_DEVICE ZERO8_INLINE void read_two(int i, typename V::F* x) const {
-    load_two<kPairs, V>(p + i, x);
-  }
-  template <bool kPairs, class V = Vec>
-  ZERO8_DEVICE ZERO8_INLINE void write_two(int i, const typename V::F* x) {
-    if constexpr (kOnlyDithered) {
-      typename V::I sum[2];
-      for (int k = 0; k < 2; ++k) sum[k] = V::addi(V::as_int(x[k]), dither_.next_of_two(k));
-      if (any_extreme_of_two(x)) {
-        for (int k = 0; k < 2; ++k) {
-          sum[k] = V::template shl<16>(careful(x[k], V::template shr<16>(sum[k])));
-        }
-      }
-      store_two<kPairs, V>(p + i, sum);
-    } else {
-      for (int k = 0; k < 2; ++k) write(i + k * V::kLanes, x[k], All());
-    }
   }
 
  private:
@@ -238,61 +183,26 @@ class CorrectedBFloat16 {
   using Stored = uint16_t;
   template <class G>
   using Product = G;
-  static constexpr bool kCorrected = true, kHasPairs = true;
+  static constexpr bool kCorrected = true;
   uint16_t* p;
 
   ZERO8_DEVICE CorrectedBFloat16() : p(nullptr), correction_(nullptr) {}
   ZERO8_DEVICE CorrectedBFloat16(const Segment& seg, const Block& b)
       : p(static_cast<uint16_t*>(seg.param) + b.begin),
         correction_(static_cast<uint8_t*>(seg.correction) + b.begin) {}
-  ZERO8_DEVICE void start(int, bool) {}
+  ZERO8_DEVICE void start() {}
   template <class AnyVec, class Lanes>
   ZERO8_DEVICE Vec::F read(AnyVec& vec, int i, Lanes lanes) const {
     const Vec::I correction = Vec::shl<8>(load8s(correction_ + i, lanes));
     return vec.flushed(corrected(load(p + i, lanes), correction));
   }
   template <class Lanes>
-  ZERO8_DEVICE void write(int i, Vec::F x, Lanes lanes) {
+  ZERO8_DEVICE void write(int i, Vec::F x, Lanes lanes, bool is_extreme) {
     const Vec::I sum = rounded(x);
     Vec::I high = Vec::shr<16>(sum), low = remainder(sum);
-    if (any_extreme(Vec::magnitude_bits(x))) careful(x, high, low);
+    if (is_extreme) careful(x, high, low);
     store16(p + i, high, lanes);
     store8(correction_ + i, low, lanes);
-  }
-  template <bool kPairs, class V = Vec>
-  ZERO8_DEVICE ZERO8_INLINE void read_two(int i, typename V::F* x) const {
-    load_two<kPairs, V>(p + i, x);
-    typename V::I top[2];
-    if constexpr (kPairs) V::load8_top_pair(correction_ + i, top);
-    for (int k = 0; k < 2; ++k) {
-      if constexpr (kPairs) {
-        x[k] = corrected(x[k], V::template sra<16>(top[k]));
-      } else {
-        x[k] = corrected(x[k], V::template shl<8>(V::load8s(correction_ + i + k * V::kLanes)));
-      }
-    }
-  }
-  template <bool kPairs, class V = Vec>
-  ZERO8_DEVICE ZERO8_INLINE void write_two(int i, const typename V::F* x) {
-    typename V::I sum[2], low[2];
-    for (int k = 0; k < 2; ++k) {
-      sum[k] = rounded(x[k]);
-      low[k] = remainder(sum[k]);
-    }
-    if (any_extreme_of_two(x)) {
-      for (int k = 0; k < 2; ++k) {
-        typename V::I high = V::template shr<16>(sum[k]);
-        careful(x[k], high, low[k]);
-        sum[k] = V::template shl<16>(high);
-      }
-    }
-    store_two<kPairs, V>(p + i, sum);
-    if constexpr (kPairs) {
-      V::store8_pair(correction_ + i, low[0], low[1]);
-    } else {
-      V::store8(correction_ + i, low[0]);
-      V::store8(correction_ + i + V::kLanes, low[1]);
-    }
   }
 
  private:
@@ -359,5 +269,4 @@ struct Gradient {
   ZERO8_DEVICE static bool has_bits(float x) { return (bits_of(x) & ~kSignBit) != 0; }
 };
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

@@ -5,8 +5,7 @@
 // Included once per target, after params.h, so in the target's namespace.
 #include <cstdint>
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 struct SecondMoment {
   Vec::F sqrt_one_minus_beta2, inverse_sqrt_correction2, eps;
@@ -35,5 +34,4 @@ struct SecondMoment {
   ZERO8_DEVICE bool proves_finite(uint32_t largest) const { return largest < large_square; }
 };
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

@@ -7,8 +7,7 @@
 
 #include "algorithms.h"
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 struct Sgd {
   static constexpr Algorithm kNumber = kSgd;
@@ -45,5 +44,4 @@ struct Sgd {
   };
 };
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

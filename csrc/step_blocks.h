@@ -25,8 +25,7 @@
 // In terms of buffer.h:
 #include "block_codes.h"
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 // The gradients of one block, and its parameters.
 template <class Scalars, class P, class G>
@@ -41,18 +40,6 @@ struct Reader {
       : s(scalars), param(seg, b), g(static_cast<const G*>(seg.grad) + b.begin), count(b.count) {}
 
   // (R1)
-  template <bool kPairs, bool kAsStored, class AnyVec>
-  ZERO8_INLINE void two_gradients(AnyVec& vec, int i, Vec::F* x) const {
-    load_two<kPairs>(g + i, x);
-    if constexpr (!kAsStored) {
-      for (int k = 0; k < 2; ++k) x[k] = s.template scaled<Product>(vec, x[k]);
-      if (s.has_l2) {
-        Vec::F p[2];
-        param.template read_two<kPairs>(i, p);
-        for (int k = 0; k < 2; ++k) x[k] = s.gradient(vec, p[k], x[k]);
-      }
-    }
-  }
   template <class AnyVec, class Lanes>
   ZERO8_INLINE Vec::F gradient(AnyVec& vec, int i, Lanes lanes) const {
     const Vec::F x = s.template scaled<Product>(vec, Vec::flushed(load(g + i, lanes)));
@@ -83,9 +70,8 @@ ZERO8_INLINE inline bool can_step(const Reader<typename Algorithm::Scalars, P, G
 }
 
 // Makes the new moments of a block, and what the parameters need, in a buffer; the largest
-// magnitudes of each moment, as patterns.  kIsCoded: `values` were decoded, with their decay, from
-// finite scales; else they are floats in memory, which may be NaN.
-template <bool kIsCoded, class AnyVec, class Algorithm, class P, class G>
+// magnitudes of each moment, as patterns.
+template <class AnyVec, class Algorithm, class P, class G>
 ZERO8_INLINE inline void advance(AnyVec& vec,
                                  const Reader<typename Algorithm::Scalars, P, G>& reader,
                                  float* const* values, const float* decay,
@@ -99,19 +85,13 @@ ZERO8_INLINE inline void advance(AnyVec& vec,
     if (i % kChunk == 0) prefetch_chunk(reader.g + i);
     Vec::F m[kMoments], carried[Algorithm::kCarried];
     for (int k = 0; k < kMoments; ++k) {
-      m[k] = load(values[k] + i, lanes);
-      if constexpr (!kIsCoded) m[k] = vec.mul(m[k], Vec::set(decay[k]));
+      m[k] = vec.mul(load(values[k] + i, lanes), Vec::set(decay[k]));
     }
     reader.s.advance(vec, reader.gradient(vec, i, lanes), m, carried);
     buffer.put(i, m, carried);
     for (int k = 0; k < kMoments; ++k) {
-      if (!is_signed<Algorithm>(k)) {
-        largest[k] = Vec::maxu(largest[k], Vec::as_int(m[k]));
-      } else if (kIsCoded) {
-        largest[k] = Vec::max_magnitude(largest[k], m[k]);
-      } else {
-        largest[k] = Vec::maxu(largest[k], Vec::magnitude_bits(m[k]));
-      }
+      const Vec::I bits = is_signed<Algorithm>(k) ? Vec::magnitude_bits(m[k]) : Vec::as_int(m[k]);
+      largest[k] = Vec::maxu(largest[k], bits);
     }
   });
   for (int k = 0; k < kMoments; ++k) magnitudes[k] = largest[k];
@@ -131,10 +111,11 @@ int64_t step_floats(const Segment& seg, const StepScalars& raw, const CodecMaps&
   const Buffer buffer{memory, stride};
   const bool is_coded = seg.moments[0].codec != kFloat32;
   BlockCode codes[kMoments] = {};
-  float decay[kMoments];
+  float gain[kMoments], decay[kMoments];  // while codes are decoded, and of floats in memory
   for (int k = 0; k < kMoments; ++k) {
     if (is_coded) codes[k] = block_code<Algorithm>(seg.moments[k].codec, k);
-    decay[k] = Algorithm::decay(raw, k);
+    gain[k] = is_coded ? Algorithm::decay(raw, k) : 1.0f;
+    decay[k] = is_coded ? 1.0f : Algorithm::decay(raw, k);
   }
   int64_t skipped = 0;
   BlockWalk walk(seg, begin);
@@ -147,15 +128,11 @@ int64_t step_floats(const Segment& seg, const StepScalars& raw, const CodecMaps&
     for (int k = 0; k < kMoments; ++k) {
       values[k] = is_coded ? memory + (Buffer::kRows + k) * stride
                            : static_cast<float*>(seg.moments[k].values) + b.begin;
-      if (is_coded) can &= codes[k].decode(seg, k, b, decay[k], maps, values[k]);
+      if (is_coded) can &= codes[k].decode(seg, k, b, gain[k], maps, values[k]);
     }
     Vec::I magnitudes[kMoments];
     quickly(buffer.values, [&](auto& vec) ZERO8_INLINE {
-      if (is_coded) {
-        advance<true>(vec, reader, values, decay, buffer, magnitudes);
-      } else {
-        advance<false>(vec, reader, values, decay, buffer, magnitudes);
-      }
+      advance(vec, reader, values, decay, buffer, magnitudes);
     });
     uint32_t largest[kMoments];
     for (int k = 0; k < kMoments; ++k) largest[k] = Vec::reduce_maxu(magnitudes[k]);
@@ -164,7 +141,7 @@ int64_t step_floats(const Segment& seg, const StepScalars& raw, const CodecMaps&
       continue;
     }
     corrections.around([&]() ZERO8_INLINE {
-      reader.param.start(0, false);
+      reader.param.start();
       for_vectors(0, b.count, [&](int i, auto lanes) ZERO8_INLINE {
         if (i % kChunk == 0) prefetch_chunk(reader.param.p + i);
         step_param(s, buffer, reader.param, i, lanes);
@@ -183,5 +160,4 @@ int64_t step_floats(const Segment& seg, const StepScalars& raw, const CodecMaps&
   return skipped;
 }
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

@@ -15,8 +15,7 @@
 // Included once per target, after step_blocks.h, so in the target's namespace.
 #include <cstdint>
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 // --- Rows: one item per moment -------------------------------------------------------------------
 
@@ -122,31 +121,30 @@ struct Sinks {
                  seg.moments[k].scales + b.local * Code::kScales),
           dither(Code::dither(Thresholds(seg, b, seg.moments[k].phase).q)) {}
 
-    ZERO8_INLINE void start(int i, bool pairs) {
-      if constexpr (Code::kIsDithered) dither.start(i, pairs);
+    ZERO8_INLINE void start() {
+      if constexpr (Code::kIsDithered) dither.start();
     }
-    template <bool kPairs>
     ZERO8_INLINE void write_chunk(int i) {
       Vec::I threshold[4] = {Vec::seti(0), Vec::seti(0), Vec::seti(0), Vec::seti(0)};
       const auto take = [&](Dither& from) ZERO8_INLINE {
-        for (int k = 0; k < 4; ++k) threshold[k] = from.next_of_two(k % 2);
+        for (int k = 0; k < 4; ++k) threshold[k] = from.next();
       };
-      if constexpr (kMayDither<Code>) {
+      if constexpr (kHasTwoLevels<Code>) {
         if (encode.is_dithered) {
-          Dither from = started(i, kPairs);
+          Dither from = started(i);
           take(from);
-          encode_four<kPairs>(encode.dithered(), values + i, threshold, codes + i);
+          encode_four(encode.dithered(), values + i, threshold, codes + i);
           return;
         }
       }
       if constexpr (Code::kIsDithered) take(dither);
-      encode_four<kPairs>(encode, values + i, threshold, codes + i);
+      encode_four(encode, values + i, threshold, codes + i);
     }
     template <class Lanes>
     ZERO8_INLINE void write(int i, Lanes lanes) {
-      if constexpr (kMayDither<Code>) {
+      if constexpr (kHasTwoLevels<Code>) {
         if (encode.is_dithered) {
-          const Vec::I threshold = started(i, false).next();
+          const Vec::I threshold = started(i).next();
           store8(codes + i, encode_one(encode.dithered(), values + i, threshold), lanes);
           return;
         }
@@ -159,9 +157,9 @@ struct Sinks {
    private:
     // The thresholds from element i on, where the code may dither: of each chunk by themselves, so
     // that a step without them keeps none in registers.
-    ZERO8_INLINE Dither started(int i, bool pairs) const {
+    ZERO8_INLINE Dither started(int i) const {
       Dither from = dither;
-      from.start(i, pairs);
+      from.start(i);
       return from;
     }
   };
@@ -170,7 +168,7 @@ struct Sinks {
 // --- Blocks --------------------------------------------------------------------------------------
 
 // A block whose moments are updated in a buffer, and nothing of it in memory.
-template <class Algorithm, class P, bool kPairs>
+template <class Algorithm, class P>
 struct Pending {
   P param;
   Corrections<P> corrections;
@@ -184,34 +182,35 @@ struct Pending {
 
  private:
   ZERO8_INLINE void write(const typename Algorithm::Scalars& s) {
+    // Copies, whose thresholds stay in registers.
+    P param = this->param;
+    auto sinks = this->sinks;
+    param.start();
+    sinks.visit([&](auto, auto& sink) ZERO8_INLINE { sink.start(); });
     int i = 0;
-    start(i, kPairs);
     for (; i + kChunk <= count; i += kChunk) {
       prefetch_chunk(param.p + i);
+      // Two by two, so that one's operations fill the gaps between the other's.
       for (int at = i; at < i + kChunk; at += 2 * Vec::kLanes) {
         QuickVec vec;
         Vec::F p[2];
-        param.template read_two<kPairs>(at, p);
+        for (int k = 0; k < 2; ++k) p[k] = param.read(vec, at + k * Vec::kLanes, All());
         for (int k = 0; k < 2; ++k) {
           buffer.keep_param(at + k * Vec::kLanes, p[k]);
           p[k] = buffer.param(vec, s, p[k], at + k * Vec::kLanes);
         }
-        param.template write_two<kPairs>(at, p);
+        // The larger magnitudes, as patterns.
+        const Vec::I largest = Vec::maxu(Vec::magnitude_bits(p[0]), Vec::magnitude_bits(p[1]));
+        const bool is_extreme = any_extreme(Vec::as_float(largest));
+        for (int k = 0; k < 2; ++k) param.write(at + k * Vec::kLanes, p[k], All(), is_extreme);
       }
-      sinks.visit([&](auto, auto& sink) ZERO8_INLINE { sink.template write_chunk<kPairs>(i); });
+      sinks.visit([&](auto, auto& sink) ZERO8_INLINE { sink.write_chunk(i); });
     }
-    if (i < count) {
-      start(i, false);
-      for_vectors(i, count, [&](int k, auto lanes) ZERO8_INLINE {
-        step_param(s, buffer, param, k, lanes);
-        sinks.visit([&](auto, auto& sink) ZERO8_INLINE { sink.write(k, lanes); });
-      });
-    }
+    for_vectors(i, count, [&](int k, auto lanes) ZERO8_INLINE {
+      step_param(s, buffer, param, k, lanes);
+      sinks.visit([&](auto, auto& sink) ZERO8_INLINE { sink.write(k, lanes); });
+    });
     correct_params(s, buffer, param, count);
-  }
-  ZERO8_INLINE void start(int i, bool pairs) {
-    param.start(i, pairs);
-    sinks.visit([&](auto, auto& sink) ZERO8_INLINE { sink.start(i, pairs); });
   }
 };
 
@@ -233,38 +232,6 @@ struct Advanced {
   }
 };
 
-// The whole chunks of a block; returns where they end.  kAsStored: gradients are; instead of a
-// question in the loop.
-template <bool kPairs, bool kAsStored, class Algorithm, class AllSources, class AnyReader>
-ZERO8_INLINE inline int advance_chunks(QuickVec& vec, const AnyReader& reader,
-                                       const AllSources& sources, Advanced<Algorithm>& to) {
-  constexpr int kMoments = Buffer<Algorithm>::kMoments;
-  int i = 0;
-  for (; i + kChunk <= reader.count; i += kChunk) {
-    prefetch_chunk(reader.g + i);
-    sources.visit([&](auto, const auto& one) ZERO8_INLINE { prefetch_chunk(one.codes + i); });
-    for (int at = i; at < i + kChunk; at += 2 * Vec::kLanes) {
-      Vec::F g[2], first[kMoments], second[kMoments];
-      reader.template two_gradients<kPairs, kAsStored>(vec, at, g);
-      sources.visit([&](auto moment, const auto& source) ZERO8_INLINE {
-        Vec::F x[2];
-        source.decode.template two<kPairs>(vec, source.codes + at, x);
-        first[moment.value] = x[0];
-        second[moment.value] = x[1];
-      });
-      to.advance(vec, reader.s, at, g[0], first);
-      to.advance(vec, reader.s, at + Vec::kLanes, g[1], second);
-    }
-  }
-  return i;
-}
-// Where the QuickVec was not enough, vectors are made one by one.
-template <bool kPairs, bool, class Algorithm, class AllSources, class AnyReader>
-int advance_chunks(Vec&, const AnyReader&, const AllSources&, Advanced<Algorithm>&) {
-  static_assert(!kPairs, "vectors are made in order");
-  return 0;
-}
-
 template <class Algorithm, class P, class G>
 int64_t step_log(const Segment& seg, const StepScalars& raw, const CodecMaps& maps, int64_t begin,
                  int64_t end) {
@@ -272,13 +239,11 @@ int64_t step_log(const Segment& seg, const StepScalars& raw, const CodecMaps& ma
   using AllSources = Row<Algorithm, Sources<Algorithm>::template Source>;
   using AllSinks = Row<Algorithm, Sinks<Algorithm>::template Sink>;
   constexpr int kMoments = Buffer<Algorithm>::kMoments, kRows = Buffer<Algorithm>::kRows;
-  // Values lie in the buffer as they come: the whole chunks perhaps as pairs, the tail in order.
-  constexpr bool kPairs = Vec::kHasPairs && P::kHasPairs && sizeof(G) == sizeof(uint16_t);
   const Scalars s(raw);
   // Two blocks, one behind the other; the last vector of a block may run over.
   alignas(64) float memory[2 * kRows * (kMaxBlockSize + Vec::kLanes)];
   const int stride = seg.block_size + Vec::kLanes;
-  Pending<Algorithm, P, kPairs> pending;
+  Pending<Algorithm, P> pending;
   int64_t skipped = 0;
   int half = 0;
   BlockWalk walk(seg, begin);
@@ -290,9 +255,11 @@ int64_t step_log(const Segment& seg, const StepScalars& raw, const CodecMaps& ma
     Advanced<Algorithm> to{{memory + half * kRows * stride, stride}, {}};
     quickly(to.buffer.values, [&](auto& vec) ZERO8_INLINE {
       to.ranges = {};
-      const int whole = s.are_as_stored() ? advance_chunks<kPairs, true>(vec, reader, sources, to)
-                                          : advance_chunks<kPairs, false>(vec, reader, sources, to);
-      for_vectors(whole, b.count, [&](int i, auto lanes) ZERO8_INLINE {
+      for_vectors(0, b.count, [&](int i, auto lanes) ZERO8_INLINE {
+        if (i % kChunk == 0) {
+          prefetch_chunk(reader.g + i);
+          sources.visit([&](auto, const auto& one) ZERO8_INLINE { prefetch_chunk(one.codes + i); });
+        }
         Vec::F m[kMoments];
         sources.visit([&](auto k, auto& source)
                           ZERO8_INLINE { m[k.value] = source.read(vec, i, lanes); });
@@ -316,5 +283,4 @@ int64_t step_log(const Segment& seg, const StepScalars& raw, const CodecMaps& ma
   return skipped;
 }
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

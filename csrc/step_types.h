@@ -14,8 +14,7 @@
 #include "int8_rows.h"
 #include "step_log.h"
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 template <class Algorithm, class P, class G>
 int64_t step_of(const Segment& seg, const StepScalars& s, const CodecMaps& maps, int64_t begin,
@@ -88,8 +87,7 @@ inline void copy_params(const Segment& seg, int64_t begin, int64_t end) {
   });
 }
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET
 
 // Defines the target's steps of isa.h.
 #define ZERO8_STEP_BLOCKS(target, algorithm) &target::step_blocks<target::algorithm>,

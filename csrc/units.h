@@ -8,8 +8,7 @@
 // Included once per target, so in the target's namespace.
 #include <cstdint>
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 inline Vec::I load_bytes(const uint8_t* codes) {
   Vec::I x;
@@ -127,5 +126,4 @@ class Units {
 
 constexpr int kUnitMargin = 64;  // before and behind a block's codes
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

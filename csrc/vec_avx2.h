@@ -6,12 +6,10 @@
 
 #include "format.h"
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 struct Vec {
   static constexpr int kLanes = 8;
-  static constexpr bool kHasPairs = true;
   using F = __m256;
   using I = __m256i;
   using Mask = __m256i;  // all bits of a lane, or none
@@ -43,11 +41,6 @@ struct Vec {
     return load(padded);
   }
   static I load_pairs(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
-  static void load_pair(const uint16_t* p, F* x) {
-    const I both = load_pairs(p);
-    x[0] = as_float(shl<16>(both));
-    x[1] = as_float(andi(both, seti(0xFFFF0000)));
-  }
   static void store(float* p, F x) { _mm256_storeu_ps(p, x); }
   static void store_n(float* p, F x, int n) { _mm256_maskstore_ps(p, first(n), x); }
   static void store16(uint16_t* p, I x) {
@@ -57,10 +50,6 @@ struct Vec {
     uint16_t whole[kLanes];
     store16(whole, x);
     for (int i = 0; i < n; ++i) p[i] = whole[i];
-  }
-  static void store_pair(uint16_t* p, I even, I odd) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
-                        _mm256_blend_epi16(shr<16>(even), odd, 0xAA));
   }
   // Lanes must be below 2^16: the pack saturates.
   static __m128i narrow16(I x) {
@@ -78,40 +67,6 @@ struct Vec {
     return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   }
   static I load8s_n(const uint8_t* p, int n) { return sra<24>(shl<24>(load8_n(p, n, 0))); }
-  static void load8_two(const uint8_t* p, I* x) {
-    x[0] = load8(p);
-    x[1] = load8(p + kLanes);
-  }
-  static void load8s_two(const uint8_t* p, I* x) {
-    x[0] = load8s(p);
-    x[1] = load8s(p + kLanes);
-  }
-  // Bytes 2k and 2k + 1 of 16; -1 makes a zero.
-  static void load8_pair(const uint8_t* p, I* x) {
-    const I both = load_twice(p);
-    x[0] = _mm256_shuffle_epi8(both, _mm256_setr_epi8(0, -1, -1, -1, 2, -1, -1, -1,      //
-                                                      4, -1, -1, -1, 6, -1, -1, -1,      //
-                                                      8, -1, -1, -1, 10, -1, -1, -1,     //
-                                                      12, -1, -1, -1, 14, -1, -1, -1));  //
-    x[1] = _mm256_shuffle_epi8(both, _mm256_setr_epi8(1, -1, -1, -1, 3, -1, -1, -1,      //
-                                                      5, -1, -1, -1, 7, -1, -1, -1,      //
-                                                      9, -1, -1, -1, 11, -1, -1, -1,     //
-                                                      13, -1, -1, -1, 15, -1, -1, -1));  //
-  }
-  static void load8_top_pair(const uint8_t* p, I* x) {
-    const I both = load_twice(p);
-    x[0] = _mm256_shuffle_epi8(both, _mm256_setr_epi8(-1, -1, -1, 0, -1, -1, -1, 2,      //
-                                                      -1, -1, -1, 4, -1, -1, -1, 6,      //
-                                                      -1, -1, -1, 8, -1, -1, -1, 10,     //
-                                                      -1, -1, -1, 12, -1, -1, -1, 14));  //
-    x[1] = _mm256_shuffle_epi8(both, _mm256_setr_epi8(-1, -1, -1, 1, -1, -1, -1, 3,      //
-                                                      -1, -1, -1, 5, -1, -1, -1, 7,      //
-                                                      -1, -1, -1, 9, -1, -1, -1, 11,     //
-                                                      -1, -1, -1, 13, -1, -1, -1, 15));  //
-  }
-  static I load_twice(const uint8_t* p) {
-    return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  }
   static void store8(uint8_t* p, I x) {
     const __m128i words = narrow16(x);
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
@@ -156,38 +111,20 @@ struct Vec {
     const I bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(twos, twos), 0xD8);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(bytes));
   }
-  static void store8_pair(uint8_t* p, I even, I odd) {
-    const I words = ori(even, shl<16>(odd));
-    const I bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(words, words), 0xD8);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(bytes));
-  }
-  static void store8x4(uint8_t* p, I a, I b, I c, I d, bool pairs) {
-    store_packed(p, packed(a, b, c, d), pairs);
-  }
-  static void store8x4_signed(uint8_t* p, I a, I b, I c, I d, const F* x, bool pairs) {
-    store_packed(p, _mm256_sign_epi8(packed(a, b, c, d), packed_ordered(x)), pairs);
-  }
-  static void store8x4_unless_zero(uint8_t* p, I a, I b, I c, I d, const F* x, bool pairs) {
-    const I zeros = _mm256_cmpeq_epi8(packed_ordered(x), seti(0));
-    store_packed(p, _mm256_andnot_si256(zeros, packed(a, b, c, d)), pairs);
+  static void store8x4(uint8_t* p, const I* code) { store_packed(p, packed(code)); }
+  static void store8x4_signed(uint8_t* p, const I* code, const F* x) {
+    // Bytes that saturate: of the signs of floats, and 0 only where these are.
+    const I ordered = _mm256_packs_epi16(_mm256_packs_epi32(as_int(x[0]), as_int(x[1])),
+                                         _mm256_packs_epi32(as_int(x[2]), as_int(x[3])));
+    store_packed(p, _mm256_sign_epi8(packed(code), ordered));
   }
   // Packing works on each half by itself: bytes a0 b0 c0 d0 a1 b1 c1 d1, in units of four.
-  static I packed(I a, I b, I c, I d) {
-    return _mm256_packus_epi16(_mm256_packus_epi32(a, b), _mm256_packus_epi32(c, d));
+  static I packed(const I* code) {
+    return _mm256_packus_epi16(_mm256_packus_epi32(code[0], code[1]),
+                               _mm256_packus_epi32(code[2], code[3]));
   }
-  // Bytes that saturate: of the signs of floats, and 0 only where these are.
-  static I packed_ordered(const F* x) {
-    return _mm256_packs_epi16(_mm256_packs_epi32(as_int(x[0]), as_int(x[1])),
-                              _mm256_packs_epi32(as_int(x[2]), as_int(x[3])));
-  }
-  static void store_packed(uint8_t* p, I bytes, bool pairs) {
-    if (pairs) {
-      const I mixed = _mm256_broadcastsi128_si256(
-          _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15));
-      bytes = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(bytes, mixed), 0xD8);
-    } else {
-      bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-    }
+  static void store_packed(uint8_t* p, I bytes) {
+    bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bytes);
   }
   ZERO8_INLINE static void prefetch(const void* p) {
@@ -280,7 +217,6 @@ struct Vec {
   static int reduce_sum(int count) { return count; }
 };
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET
 
 #include "exact_vec.h"

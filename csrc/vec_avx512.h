@@ -6,12 +6,10 @@
 
 #include "format.h"
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 struct Vec {
   static constexpr int kLanes = 16;
-  static constexpr bool kHasPairs = true;
   using F = __m512;
   using I = __m512i;
   using Mask = __mmask16;
@@ -43,11 +41,6 @@ struct Vec {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p));
   }
   static I load_pairs(const void* p) { return _mm512_loadu_si512(p); }
-  static void load_pair(const uint16_t* p, F* x) {
-    const I both = load_pairs(p);
-    x[0] = as_float(shl<16>(both));
-    x[1] = as_float(andi(both, seti(0xFFFF0000)));
-  }
   static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
   static void store_n(float* p, F x, int n) { _mm512_mask_storeu_ps(p, first(n), x); }
   static void store16(uint16_t* p, I x) {
@@ -55,9 +48,6 @@ struct Vec {
   }
   static void store16_n(uint16_t* p, I x, int n) {
     _mm512_mask_cvtepi32_storeu_epi16(p, first(n), x);
-  }
-  static void store_pair(uint16_t* p, I even, I odd) {
-    _mm512_storeu_si512(p, _mm512_mask_blend_epi16(0xAAAAAAAA, shr<16>(even), odd));
   }
   static I load8(const uint8_t* p) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -71,28 +61,6 @@ struct Vec {
   }
   static I load8s_n(const uint8_t* p, int n) {
     return _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first(n), p));
-  }
-  static void load8_two(const uint8_t* p, I* x) {
-    x[0] = load8(p);
-    x[1] = load8(p + kLanes);
-  }
-  static void load8s_two(const uint8_t* p, I* x) {
-    x[0] = load8s(p);
-    x[1] = load8s(p + kLanes);
-  }
-  static void load8_pair(const uint8_t* p, I* x) {
-    const I both = load_bytes_spread(p);
-    x[0] = andi(both, seti(0xFF));
-    x[1] = shr<8>(both);
-  }
-  static void load8_top_pair(const uint8_t* p, I* x) {
-    const I both = load_bytes_spread(p);
-    x[0] = shl<24>(both);
-    x[1] = andi(shl<16>(both), seti(0xFF000000));
-  }
-  // Bytes 2k and 2k + 1 in the lower half of lane k.
-  static I load_bytes_spread(const uint8_t* p) {
-    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
   static void store8(uint8_t* p, I x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
@@ -137,47 +105,24 @@ struct Vec {
     const I twos = _mm512_maddubs_epi16(andi(x, seti(0x0F0F0F0F)), seti(0x01100110));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi16_epi8(twos));
   }
-  static void store8_pair(uint8_t* p, I even, I odd) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
-                        _mm512_cvtepi16_epi8(ori(even, shl<16>(odd))));
-  }
-  static void store8x4(uint8_t* p, I a, I b, I c, I d, bool pairs) {
-    store_packed(p, packed(a, b, c, d), pairs);
-  }
-  static void store8x4_signed(uint8_t* p, I a, I b, I c, I d, const F* x, bool pairs) {
-    const I codes = packed(a, b, c, d);
-    const __mmask64 negative = _mm512_movepi8_mask(packed_ordered(x));
-    store_packed(p, _mm512_mask_sub_epi8(codes, negative, seti(0), codes), pairs);
-  }
-  static void store8x4_unless_zero(uint8_t* p, I a, I b, I c, I d, const F* x, bool pairs) {
-    const I ordered = packed_ordered(x);
-    const __mmask64 others = _mm512_test_epi8_mask(ordered, ordered);
-    store_packed(p, _mm512_maskz_mov_epi8(others, packed(a, b, c, d)), pairs);
+  static void store8x4(uint8_t* p, const I* code) { store_packed(p, packed(code)); }
+  static void store8x4_signed(uint8_t* p, const I* code, const F* x) {
+    // Bytes that saturate, with the signs of floats.
+    const I ordered = _mm512_packs_epi16(_mm512_packs_epi32(as_int(x[0]), as_int(x[1])),
+                                         _mm512_packs_epi32(as_int(x[2]), as_int(x[3])));
+    const I codes = packed(code);
+    const __mmask64 negative = _mm512_movepi8_mask(ordered);
+    store_packed(p, _mm512_mask_sub_epi8(codes, negative, seti(0), codes));
   }
   // Packing works on each quarter by itself: bytes a0 b0 c0 d0 a1 ... d3, in units of four.
-  static I packed(I a, I b, I c, I d) {
-    return _mm512_packus_epi16(_mm512_packus_epi32(a, b), _mm512_packus_epi32(c, d));
-  }
-  // Bytes that saturate: of the signs of floats, and 0 only where these are.
-  static I packed_ordered(const F* x) {
-    return _mm512_packs_epi16(_mm512_packs_epi32(as_int(x[0]), as_int(x[1])),
-                              _mm512_packs_epi32(as_int(x[2]), as_int(x[3])));
-  }
-  static void store_packed(uint8_t* p, I bytes, bool pairs) {
-    if (pairs) {
-      const I mixed = _mm512_broadcast_i32x4(
-          _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15));
-      const I order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
-      bytes = _mm512_permutexvar_epi64(order, _mm512_shuffle_epi8(bytes, mixed));
-    } else {
-      bytes = transpose(bytes);
-    }
-    _mm512_storeu_si512(p, bytes);
+  static I packed(const I* code) {
+    return _mm512_packus_epi16(_mm512_packus_epi32(code[0], code[1]),
+                               _mm512_packus_epi32(code[2], code[3]));
   }
   // Transposes lanes in four rows of four.
-  static I transpose(I x) {
+  static void store_packed(uint8_t* p, I bytes) {
     const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    return _mm512_permutexvar_epi32(order, x);
+    _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, bytes));
   }
   ZERO8_INLINE static void prefetch(const void* p) {
     _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
@@ -219,10 +164,6 @@ struct Vec {
   template <int kBits>
   static I shr(I a) {
     return _mm512_srli_epi32(a, kBits);
-  }
-  template <int kBits>
-  static I sra(I a) {
-    return _mm512_srai_epi32(a, kBits);
   }
   static I shlv(I a, I bits) { return _mm512_sllv_epi32(a, bits); }
   static I shrv(I a, I bits) { return _mm512_srlv_epi32(a, bits); }
@@ -267,7 +208,6 @@ struct Vec {
   static int reduce_sum(int count) { return count; }
 };
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET
 
 #include "exact_vec.h"

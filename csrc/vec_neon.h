@@ -1,20 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // The vector vocabulary of vec_scalar.h in 4 lanes of NEON, which every aarch64 processor has.
-//
-// Without the pairs: widening instructions take the lower and the upper half of a register, so that
-// vectors in order cost no more.
 #include <arm_neon.h>
 
 #include <cstdint>
 
 #include "format.h"
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 struct Vec {
   static constexpr int kLanes = 4;
-  static constexpr bool kHasPairs = false;
   using F = float32x4_t;
   using I = uint32x4_t;
   using Mask = uint32x4_t;  // all bits of a lane, or none
@@ -67,19 +62,6 @@ struct Vec {
     const int16x8_t halves = vmovl_s8(vreinterpret_s8_u8(load_four(p)));
     return vreinterpretq_u32_s32(vmovl_s16(vget_low_s16(halves)));
   }
-  static void load8_two(const uint8_t* p, I* x) {
-    const uint8x16_t eight = vcombine_u8(vld1_u8(p), vdup_n_u8(0));
-    const uint8_t places[2][16] = {{0, 15, 15, 15, 1, 15, 15, 15, 2, 15, 15, 15, 3, 15, 15, 15},
-                                   {4, 15, 15, 15, 5, 15, 15, 15, 6, 15, 15, 15, 7, 15, 15, 15}};
-    for (int k = 0; k < 2; ++k) {
-      x[k] = vreinterpretq_u32_u8(vqtbl1q_u8(eight, vld1q_u8(places[k])));
-    }
-  }
-  static void load8s_two(const uint8_t* p, I* x) {
-    const int16x8_t eight = vmovl_s8(vreinterpret_s8_u8(vld1_u8(p)));
-    x[0] = vreinterpretq_u32_s32(vmovl_s16(vget_low_s16(eight)));
-    x[1] = vreinterpretq_u32_s32(vmovl_high_s16(eight));
-  }
   static I load8s_n(const uint8_t* p, int n) { return sra<24>(shl<24>(load8_n(p, n, 0))); }
   // Four bytes, and four zeros.
   static uint8x8_t load_four(const uint8_t* p) {
@@ -131,22 +113,17 @@ struct Vec {
     const uint8x8_t second = vget_low_u8(vuzp2q_u8(codes, codes));
     vst1_u8(p, vsli_n_u8(vand_u8(second, vdup_n_u8(15)), first, 4));
   }
-  static void store8x4(uint8_t* p, I a, I b, I c, I d, bool) { vst1q_u8(p, clamped8(a, b, c, d)); }
-  static void store8x4_signed(uint8_t* p, I a, I b, I c, I d, const F* x, bool) {
+  static void store8x4(uint8_t* p, const I* code) { vst1q_u8(p, clamped8(code)); }
+  static void store8x4_signed(uint8_t* p, const I* code, const F* x) {
     const uint8x16_t top = vuzp2q_u8(vreinterpretq_u8_u16(upper16(x[0], x[1])),
                                      vreinterpretq_u8_u16(upper16(x[2], x[3])));
     const uint8x16_t negative = vreinterpretq_u8_s8(vshrq_n_s8(vreinterpretq_s8_u8(top), 7));
-    vst1q_u8(p, vsubq_u8(veorq_u8(clamped8(a, b, c, d), negative), negative));
-  }
-  static void store8x4_unless_zero(uint8_t* p, I a, I b, I c, I d, const F* x, bool) {
-    // The upper halves of numbers that are not 0 are not 0, and stay so where they saturate.
-    const uint8x8_t first = vqmovn_u16(upper16(x[0], x[1]));
-    const uint8x16_t ordered = vqmovn_high_u16(first, upper16(x[2], x[3]));
-    vst1q_u8(p, vandq_u8(clamped8(a, b, c, d), vtstq_u8(ordered, ordered)));
+    vst1q_u8(p, vsubq_u8(veorq_u8(clamped8(code), negative), negative));
   }
   // Narrowed with saturation: what is negative becomes 0.
-  static uint8x16_t clamped8(I a, I b, I c, I d) {
-    return vuzp1q_u8(vreinterpretq_u8_u16(clamped16(a, b)), vreinterpretq_u8_u16(clamped16(c, d)));
+  static uint8x16_t clamped8(const I* code) {
+    return vuzp1q_u8(vreinterpretq_u8_u16(clamped16(code[0], code[1])),
+                     vreinterpretq_u8_u16(clamped16(code[2], code[3])));
   }
   static uint16x8_t clamped16(I a, I b) {
     const uint16x4_t first = vqmovun_s32(vreinterpretq_s32_u32(a));
@@ -296,5 +273,4 @@ struct QuickVec : Vec {
   static constexpr uint64_t kUnderflow = 1u << 3;
 };
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

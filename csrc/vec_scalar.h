@@ -9,13 +9,10 @@
 #include "format.h"
 #include "half.h"
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 struct Vec {
   static constexpr int kLanes = 1;
-  // Whether vectors come as pairs where they can, which see below.
-  static constexpr bool kHasPairs = true;
   using F = float;
   using I = uint32_t;
   using Mask = bool;
@@ -37,21 +34,11 @@ struct Vec {
     __builtin_memcpy(&pairs, p, sizeof pairs);
     return pairs;
   }
-  // A pair of vectors, the first of elements 0, 2, 4, ... and the second of 1, 3, 5, ...
-  static void load_pair(const uint16_t* p, F* x) {
-    x[0] = load(p);
-    x[1] = load(p + 1);
-  }
   static void store(float* p, F x) { *p = x; }
   static void store_n(float* p, F x, int) { *p = x; }
   // Lanes must be below 2^16.
   static void store16(uint16_t* p, I x) { *p = static_cast<uint16_t>(x); }
   static void store16_n(uint16_t* p, I x, int) { store16(p, x); }
-  // The upper halves of a pair.
-  static void store_pair(uint16_t* p, I even, I odd) {
-    store16(p, even >> 16);
-    store16(p + 1, odd >> 16);
-  }
   // Codes widened to 32 bits, and lanes, which must be below 2^8, narrowed to codes.
   static I load8(const uint8_t* p) { return *p; }
   static I load8_n(const uint8_t* p, int, uint32_t) { return *p; }
@@ -60,24 +47,6 @@ struct Vec {
     return static_cast<uint32_t>(static_cast<int32_t>(static_cast<int8_t>(*p)));
   }
   static I load8s_n(const uint8_t* p, int) { return load8s(p); }
-  // The same of two vectors, in order.
-  static void load8_two(const uint8_t* p, I* x) {
-    x[0] = load8(p);
-    x[1] = load8(p + kLanes);
-  }
-  static void load8s_two(const uint8_t* p, I* x) {
-    x[0] = load8s(p);
-    x[1] = load8s(p + kLanes);
-  }
-  // A pair of codes, and one of codes in the top byte, zeros below.
-  static void load8_pair(const uint8_t* p, I* x) {
-    x[0] = load8(p);
-    x[1] = load8(p + 1);
-  }
-  static void load8_top_pair(const uint8_t* p, I* x) {
-    x[0] = load8(p) << 24;
-    x[1] = load8(p + 1) << 24;
-  }
   static void store8(uint8_t* p, I x) { *p = static_cast<uint8_t>(x); }
   static void store8_n(uint8_t* p, I x, int) { store8(p, x); }
   // A unit of four 6-bit codes for each lane (zero8/spec/packing.py), of which each gets a byte:
@@ -106,30 +75,16 @@ struct Vec {
     for (int k = 0; k < 2; ++k, x >>= 16)
       p[k] = static_cast<uint8_t>((x & 15) << 4 | (x >> 8 & 15));
   }
-  static void store8_pair(uint8_t* p, I even, I odd) {
-    store8(p, even);
-    store8(p + 1, odd);
-  }
-  // Four vectors of codes, in order, or of two `pairs`; lanes must be below 256, and negative ones
-  // become 0.
-  static void store8x4(uint8_t* p, I a, I b, I c, I d, bool) {
-    store8(p, maxs(a, 0));
-    store8(p + 1, maxs(b, 0));
-    store8(p + 2, maxs(c, 0));
-    store8(p + 3, maxs(d, 0));
+  // Four vectors of codes; lanes must be below 256, and negative ones become 0.
+  static void store8x4(uint8_t* p, const I* code) {
+    for (int k = 0; k < 4; ++k) store8(p + k, maxs(code[k], 0));
   }
   // The same, of floats x: negated where x is negative, for which lanes must be below 128, and 0
-  // where x is +0; or 0 where x, which is +0 or a positive normal number or infinity, is +0.
-  static void store8x4_signed(uint8_t* p, I a, I b, I c, I d, const F* x, bool pairs) {
-    store8x4(p, a, b, c, d, pairs);
+  // where x is +0.
+  static void store8x4_signed(uint8_t* p, const I* code, const F* x) {
+    store8x4(p, code);
     for (int k = 0; k < 4; ++k) {
       if (as_int(x[k]) & 0x80000000) p[k] = static_cast<uint8_t>(-p[k]);
-    }
-  }
-  static void store8x4_unless_zero(uint8_t* p, I a, I b, I c, I d, const F* x, bool pairs) {
-    store8x4(p, a, b, c, d, pairs);
-    for (int k = 0; k < 4; ++k) {
-      if (x[k] == 0.0f) p[k] = 0;
     }
   }
   ZERO8_INLINE static void prefetch(const void*) {}
@@ -195,11 +150,6 @@ struct Vec {
   static I shr(I a) {
     return a >> kBits;
   }
-  // With copies of the sign bit.
-  template <int kBits>
-  static I sra(I a) {
-    return static_cast<uint32_t>(static_cast<int32_t>(a) >> kBits);
-  }
   // By as many bits as each lane of the other says, less than 32.
   static I shlv(I a, I bits) { return a << bits; }
   static I shrv(I a, I bits) { return a >> bits; }
@@ -256,7 +206,6 @@ struct Vec {
   }
 };
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET
 
 #include "exact_vec.h"

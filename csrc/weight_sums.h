@@ -8,8 +8,7 @@
 #include "dither.h"
 #include "format.h"
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 // All bits but the signs of two bfloat16, of which the first one is the lower half.
 constexpr uint32_t kTwoMagnitudes = 0x7FFF7FFF;
@@ -35,5 +34,4 @@ ZERO8_DEVICE inline bool are_of_others(const WeightSums& left, uint32_t sum) {
   return left.all != 0 && sum != left.all && sum != left.without_zeros;
 }
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

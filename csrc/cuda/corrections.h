@@ -9,8 +9,7 @@
 #include "cuda/words.h"
 #include "weight_sums.h"
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 // The sum of the block's weights, of which this thread has these.
 __device__ inline uint32_t sum_of_block(const Words& weights) {
@@ -60,5 +59,4 @@ __device__ inline void sum_up(const Segment& seg, const Place& place,
   if (threadIdx.x == 0) seg.weight_sums[place.block.local] = sums;
 }
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

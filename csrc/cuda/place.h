@@ -7,8 +7,7 @@
 #include "cuda/team.h"
 #include "format.h"
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 // Elements at .. at + n - 1 of a segment.
 struct Place {
@@ -32,5 +31,4 @@ struct Place {
   __device__ Block own_block() const { return {0, 0, kPerThread, block.offset + before()}; }
 };
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

@@ -22,8 +22,7 @@
 #include "cuda/corrections.h"
 #include "cuda/stored.h"
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 // The same as numbers, in registers as long as indices are constants.
 struct Values {
@@ -122,8 +121,11 @@ __device__ inline void write_param(const Segment& seg, const Place& place, const
   for_param(seg, [&](auto own) {
     using P = typename decltype(own)::Kind;
     auto param = own.param(seg, place);
-    param.start(0, false);
-    for_vectors([&](int i) { param.write(i, Vec::load(p.x + i), All()); });
+    param.start();
+    for_vectors([&](int i) {
+      const Vec::F x = Vec::load(p.x + i);
+      param.write(i, x, All(), any_extreme(x));
+    });
     if constexpr (P::kCorrected) {
       if (seg.weight_sums) sum_up(seg, place, own.p);
     }
@@ -200,7 +202,7 @@ __device__ void encode_moment(const Segment& seg, const Place& place, const Mome
       range, maps, {x, kPerThread, Place::before(), place.block.count, settling}, scales);
   const uint32_t q = Thresholds(place.own(seg), place.own_block(), moment.phase).q;
   with_dither<Code>(of_block, q, [&](const auto& one, auto dither) {
-    dither.start(0, false);
+    dither.start();
     for_vectors([&](int i) { store8(codes + i, encode_one(one, x + i, dither.next()), All()); });
   });
   // All threads have read the old scales: reductions that made the new ones waited for them.
@@ -342,8 +344,7 @@ __device__ void step_share(const Segment* segments, const int64_t* first_blocks,
   }
 }
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET
 
 // Steps over all segments, a kernel for each algorithm: together they would take the registers of
 // the largest.  Launched with thread blocks of (largest block size / 8, teams), at most 512

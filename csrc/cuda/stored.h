@@ -9,8 +9,7 @@
 #include "cuda/words.h"
 #include "format.h"
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 // Calls body(Number<k>) for each moment of an algorithm.
 template <class Algorithm, int k = 0, class Body>
@@ -67,5 +66,4 @@ struct Stored {
   }
 };
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

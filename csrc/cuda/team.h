@@ -10,8 +10,7 @@
 
 #include "format.h"
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 constexpr int kPerThread = 8;  // elements
 constexpr int kWarp = 32;      // threads
@@ -63,5 +62,4 @@ __device__ inline void team_sync() {
   }
 }
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

@@ -10,8 +10,7 @@
 #include "cuda/words.h"
 #include "format.h"
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 // Of the team's block, a byte for each element.
 __device__ inline uint8_t* team_bytes() {
@@ -93,5 +92,4 @@ __device__ void write_units(const Segment& seg, const Place& place, const Moment
   team_sync();
 }
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

@@ -16,8 +16,7 @@
 #include "format.h"
 #include "half.h"
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 // One instruction each, as there is none for a > b ? a : b.
 #if defined(__CUDACC__)
@@ -222,11 +221,6 @@ struct Vec {
   __device__ static I shr(I a) {
     return each<I>([=](int k) { return a.x[k] >> kBits; });
   }
-  template <int kBits>
-  __device__ static I sra(I a) {
-    return each<I>(
-        [=](int k) { return static_cast<uint32_t>(static_cast<int32_t>(a.x[k]) >> kBits); });
-  }
   __device__ static I shlv(I a, I bits) {
     return each<I>([=](int k) { return a.x[k] << bits.x[k]; });
   }
@@ -340,5 +334,4 @@ class QuickVec : public Vec {
   uint32_t smallest_ = ~0u;
 };
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

@@ -7,8 +7,7 @@
 #include "cuda/team.h"
 #include "format.h"
 
-namespace zero8 {
-namespace ZERO8_TARGET {
+namespace zero8::ZERO8_TARGET {
 
 // Floats take all words, 16-bit numbers the first four, 8-bit ones the first two; little-endian.
 struct Words {
@@ -106,5 +105,4 @@ __device__ void write(T* p, const T (&x)[kPerThread], int n) {
   }
 }
 
-}  // namespace ZERO8_TARGET
-}  // namespace zero8
+}  // namespace zero8::ZERO8_TARGET

@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,12 +66,19 @@ def library() -> Path:
     """Return the path of the wheel's binary, else of a build of these sources, made or not yet."""
     if INSTALLED.is_file() and os.environ.get("ZERO8_BUILD", "0") == "0":
         return INSTALLED
+    paths = [source_folder() / "flags.txt", *sources(), *sorted(source_folder().glob("*.h"))]
     # The suffix names the Python and the kind of processor.
-    digest = hashlib.sha256(sysconfig.get_config_var("EXT_SUFFIX").encode())
-    for path in [source_folder() / "flags.txt", *sources(), *sorted(source_folder().glob("*.h"))]:
+    digest = digest_of(paths, sysconfig.get_config_var("EXT_SUFFIX"))
+    return cache_root() / f"{NAME}_{digest}" / f"{NAME}.so"
+
+
+def digest_of(sources: Iterable[Path], settings: str) -> str:
+    """Return a short digest of files and of the settings with which they are compiled."""
+    digest = hashlib.sha256(settings.encode())
+    for path in sources:
         content = path.read_bytes()
         digest.update(f"\n{path.name} {len(content)}\n".encode() + content)
-    return cache_root() / f"{NAME}_{digest.hexdigest()[:16]}" / f"{NAME}.so"
+    return digest.hexdigest()[:16]
 
 
 def load() -> ModuleType:

@@ -98,12 +98,10 @@ class Launch:
     @classmethod
     def of(cls, records: np.ndarray, scalars: np.ndarray) -> "Launch":
         """Return the launch for records of one algorithm; raises ValueError if one is invalid."""
-        kernel.check(records, len(scalars))
+        first_blocks = kernel.first_blocks(records, len(scalars))
         assert not records["copy"].any(), "only the CPU's kernel writes copies"
         numbers = np.unique(records["algorithm"]).tolist() or [ADAM.number]
         (algorithm,) = map(algorithm_called, numbers)
-        first_blocks = np.zeros(len(records) + 1, np.int64)
-        np.cumsum(_num_blocks(records), out=first_blocks[1:])
         parts = [part.view(np.uint8) for part in (records, first_blocks, scalars)]
         # Items are multiples of 8 bytes, so everything is aligned.
         assert all(part.nbytes % 8 == 0 for part in parts[:2])
@@ -124,18 +122,6 @@ class Launch:
     def grid(self, resident: int) -> int:
         """Return how many thread blocks to launch where `resident` of them run at a time."""
         return max(1, min(resident, -(-self.num_blocks // self.teams)))
-
-
-def _num_blocks(records: np.ndarray) -> np.ndarray:
-    """Return the number of blocks that each segment touches, as `BlockGrid.num_blocks_touched`."""
-    row, size = records["row_length"], records["block_size"]
-    last = records["first"] + np.maximum(records["numel"], 1) - 1
-
-    def block_of(element: np.ndarray) -> np.ndarray:
-        block: np.ndarray = element // row * -(-row // size) + element % row // size
-        return block
-
-    return np.where(records["numel"] == 0, 0, block_of(last) - block_of(records["first"]) + 1)
 
 
 class CudaKernel:

@@ -4,7 +4,6 @@
 Both make machine code for one architecture, which is cached beside the op of the CPU.
 """
 
-import hashlib
 import os
 import re
 import shutil
@@ -20,9 +19,6 @@ from zero8.op import build
 BACKENDS = ("auto", "nvcc", "nvrtc")
 LOWEST_ARCHITECTURE = 80
 """Compute capability 8.0, the first whose warps reduce integers in one instruction."""
-
-USUAL_FOLDER = "/usr/local/cuda/bin"
-"""Where CUDA's own installer puts nvcc, which it does not put on PATH."""
 
 # IEEE arithmetic, operation by operation.
 FLAGS = ["-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true"]
@@ -50,7 +46,7 @@ def nvcc() -> str | None:
     folders += os.environ.get("PATH", os.defpath).split(os.pathsep)
     packages = Path(sysconfig.get_path("purelib")) / "nvidia"
     folders += map(str, sorted(packages.glob("cu*/bin"), reverse=True))
-    folders.append(USUAL_FOLDER)
+    folders.append("/usr/local/cuda/bin")  # CUDA's own installer does not put it on PATH
     return shutil.which("nvcc", path=os.pathsep.join(folders))
 
 
@@ -87,7 +83,10 @@ def machine_code(architecture: int, backend: str) -> bytes:
             f"{LOWEST_ARCHITECTURE / 10}"
         )
     folder = build.cache_root() / "zero8_cuda"
-    name = f"step_sm_{architecture}_{_digest()}"
+    sources = build.source_folder()
+    found = filter(Path.is_file, [*sources.glob("*.h"), *sources.glob("cuda/**/*")])
+    digest = build.digest_of(sorted(found), f"{_NVCC_FLAGS} {_NVRTC_FLAGS}")
+    name = f"step_sm_{architecture}_{digest}"
     try:
         chosen = compiler(backend)
     except RuntimeError:
@@ -155,13 +154,3 @@ def _nvrtc() -> CudaCompiler:
             nvrtc.destroyProgram(compiled)
 
     return CudaCompiler("nvrtc", version, compile)
-
-
-def _digest() -> str:
-    """Return a digest of all that machine code depends on but architecture and compiler."""
-    digest = hashlib.sha256(f"{_NVCC_FLAGS} {_NVRTC_FLAGS}".encode())
-    folder = build.source_folder()
-    for path in sorted([*folder.glob("*.h"), *folder.glob("cuda/**/*")]):
-        if path.is_file():
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]

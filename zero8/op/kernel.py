@@ -268,6 +268,11 @@ def addresses_if_same(
     return addresses if is_same else None
 
 
-def check(records: np.ndarray, num_scalars: int) -> None:
-    """Raise ValueError, which names the field, for records on which no kernel can rely."""
-    module().check(records, num_scalars)
+def first_blocks(records: np.ndarray, num_scalars: int) -> np.ndarray:
+    """Return the running sums of the records' numbers of blocks, from 0: int64, one more.
+
+    Raises ValueError, which names the field, for records on which no kernel can rely.
+    """
+    sums = np.zeros(len(records) + 1, np.int64)
+    module().check(records, num_scalars, sums)
+    return sums

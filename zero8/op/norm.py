@@ -36,15 +36,5 @@ def sum_of_squares(grads: Sequence[Tensor], num_threads: int | None = None) -> f
 def _is_served(grad: Tensor) -> bool:
     if grad.layout != torch.strided or grad.dtype not in DTYPES:
         return False
-    return grad.is_contiguous() or _is_dense(grad)
-
-
-def _is_dense(t: Tensor) -> bool:
-    """Return whether the elements fill a range of memory, each once, in whatever order."""
-    expected = 1
-    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
-        if size > 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+    # Whether its elements fill a range of memory, each once, in whatever order.
+    return grad.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(grad)
