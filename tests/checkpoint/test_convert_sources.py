@@ -87,23 +87,6 @@ def test_convert_of_parameters_without_names_is_for_plain_files(tmp_path):
         assert "named_parameters" in refusal(tmp_path / "in", tmp_path / to, to)
 
 
-def test_convert_carries_states_to_bitsandbytes_and_back(tmp_path):
-    """Blocks coincide in a parameter of rows of 512: its codes and scales are verbatim."""
-    p = torch.nn.Parameter(torch.randn(24, 512, generator=torch.Generator().manual_seed(0)))
-    optimizer = Adam8bitBlockwise([("p", p)], codec="dynamic")
-    p.grad = p.detach().abs()  # of one sign: no block of m has a negative scale
-    optimizer.step()
-    torch.save(optimizer.state_dict(), tmp_path / "in")
-    converted(tmp_path / "in", tmp_path / "theirs", "bitsandbytes")
-    state = torch.load(tmp_path / "theirs", weights_only=True)["state"][0]
-    assert torch.equal(state["state1"], optimizer.state[p]["exp_avg_q8"])
-    converted(tmp_path / "theirs", tmp_path / "back", "plain")
-    content = torch.load(tmp_path / "back", weights_only=True)  # no weights, so by itself
-    assert content["param_groups"][0]["param_names"] == ["p"]
-    for key in ("exp_avg_q8", "exp_avg_scale", "exp_avg_sq_q8", "exp_avg_sq_scale"):
-        assert torch.equal(content["state"][0][key], optimizer.state[p][key])
-
-
 def test_convert_of_a_flattened_folder_is_that_of_a_nested_one(tmp_path):
     """`flatten_optimizer_state_dict` writes the groups' settings under each parameter's name."""
     model, optimizer = saved_plain(tmp_path / "plain")

@@ -18,8 +18,7 @@ from zero8.checkpoint.commands import convert as command
 from zero8.checkpoint.write.universal_writer import MODEL_FILES
 from zero8.spec.algorithms import ELEMENTWISE
 
-WORLD_SIZES = (1, 2, 4, 3, 1)
-STEPS = ((0, 1), (2,), (3,), (4,), (5,))
+STEPS = ((0, 1), (2,))
 BF16_MASTERS = {"bf16_master_weights_and_grads": True}
 FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
 PRECISIONS = {
@@ -63,16 +62,6 @@ def test_universal_checkpoints_load_in_the_other_stages(standing_ranks, tmp_path
     chains = {"2 to 3": [settings(2), settings(3)], "3 to 2": [settings(3, "cpu"), settings(2)]}
     for visits in travel(standing_ranks, (2, 2), STEPS, chains, tmp_path).values():
         check_visits(visits)
-
-
-# --- Through world sizes -------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_universal_checkpoints_keep_moments_within_half_a_code(standing_ranks, tmp_path):
-    """1 -> 2 -> 4 -> 3 -> 1 ranks."""
-    chain = [settings(stage, "cpu") for stage in (2, 3, 1, 3, 2)]
-    check_visits(travel(standing_ranks, WORLD_SIZES, STEPS, {"": chain}, tmp_path)[""])
 
 
 # --- Other precisions ----------------------------------------------------------------------------

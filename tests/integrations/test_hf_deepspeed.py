@@ -39,17 +39,10 @@ def bits_in(optimizer) -> dict[str, int]:
 
 
 def train_from_the_json(folder):
-    """Train by the word in the JSON, resume, and resume with AdamW."""
-    whole = trained(f"{folder}/whole", OURS)
-    optimizer = whole.model_wrapped.optimizer.optimizer
-    (group, *_) = optimizer.param_groups
-    assert tuple(group["betas"]) == hf_models.BETAS
-    assert (group["eps"], group["weight_decay"]) == (hf_models.EPS, hf_models.WEIGHT_DECAY)
-    assert bits_in(optimizer)["lm_head.weight"] == 8
-    trained(f"{folder}/cut", OURS, stop_after=3)
+    """Train by the word in the JSON, and resume with AdamW; test_peft_trl.py resumes with ours."""
+    made = trained(f"{folder}/cut", OURS, stop_after=3)
+    assert bits_in(made.model_wrapped.optimizer.optimizer)["lm_head.weight"] == 8
     cut = f"{folder}/cut/checkpoint-3"
-    resumed = trained(f"{folder}/cut", OURS, resume=cut)
-    assert hf_models.same_weights(whole.model, resumed.model)
     with pytest.raises(ValueError, match="which DeepSpeedCPUAdam cannot read(?s:.)*--to zero"):
         trained(f"{folder}/out", named("AdamW"), resume=cut)
 

@@ -25,19 +25,14 @@ def trained(folder, resume=None, **others):
     return made
 
 
-def trained_by_adamw(folder, resume=None, **others):
-    made = hf_models.trainer(folder, **others)
-    made.train(resume_from_checkpoint=resume and str(resume))
-    return made
-
-
 def inner(trainer):
     """Return the optimizer that Accelerate has wrapped."""
     return trainer.optimizer.optimizer
 
 
 def test_factory_makes_our_optimizer_with_the_names_and_groups_of_trainer(tmp_path):
-    ours, theirs = trained(tmp_path / "ours"), trained_by_adamw(tmp_path / "theirs")
+    ours, theirs = trained(tmp_path / "ours"), hf_models.trainer(tmp_path / "theirs")
+    theirs.train()
     assert type(inner(ours)) is zero8.Adam8bitBlockwise
     names = [{id(p): name for name, p in t.model.named_parameters()} for t in (ours, theirs)]
     for group, expected in zip(inner(ours).param_groups, inner(theirs).param_groups, strict=True):
@@ -73,24 +68,6 @@ def test_trainer_resumes_to_the_bits_of_a_run_that_was_not_cut_off(tmp_path, set
     assert resumed.state.global_step == 6
     assert hf_models.same_weights(whole.model, resumed.model)
     assert not hf_models.same_weights(whole.model, hf_models.small_llama())
-
-
-def one_matrix():
-    """Return a model of which one matrix is trained, as an adapter is: no bias, no norm."""
-    model = hf_models.small_llama()
-    for name, p in model.named_parameters():
-        p.requires_grad_(name == "lm_head.weight")
-    return model
-
-
-def test_factory_for_adapters_has_trainers_empty_group_and_loads_its_checkpoints(tmp_path):
-    trained_by_adamw(tmp_path / "fp32", model=one_matrix(), stop_after=3)
-    checkpoint = tmp_path / "fp32" / "checkpoint-3"
-    ours = trained(tmp_path / "ours", resume=checkpoint, model=one_matrix())
-    names = [group["param_names"] for group in inner(ours).param_groups]
-    assert names == [["lm_head.weight"], []]
-    (state,) = inner(ours).state.values()
-    assert state["step"] == 6 and "exp_avg_q8" in state
 
 
 def test_trainer_example_started_again_resumes_from_its_checkpoint(tmp_path):

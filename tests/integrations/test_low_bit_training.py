@@ -157,30 +157,13 @@ def bits(model: nn.Module, optimizer: BlockwiseOptimizer) -> dict:
 
 
 def _contents(model: nn.Module, optimizer: BlockwiseOptimizer, way: str) -> dict:
-    """Return what is saved: tensors as plain ones, as torchao's classes, or a rank's own."""
-    if way == "rank":
-        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    """Return what is saved: tensors as plain ones, or as torchao's classes."""
     if way == "classes":
         return content_of(model, optimizer)
     return {"model": tensors(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
-def _write(model: nn.Module, optimizer: BlockwiseOptimizer, way: str, folder: Path) -> None:
-    content = _contents(model, optimizer, way)
-    if way == "rank":
-        folder.mkdir(exist_ok=True)
-        torch.save(content, folder / f"rank{torch.distributed.get_rank()}.pt")
-    else:
-        dcp.save(content, checkpoint_id=folder)
-
-
 def _read(model: nn.Module, optimizer: BlockwiseOptimizer, way: str, folder: Path) -> None:
-    if way == "rank":
-        path = folder / f"rank{torch.distributed.get_rank()}.pt"
-        content = torch.load(path, weights_only=False)
-        model.load_state_dict(content["model"])
-        optimizer.load_state_dict(content["optimizer"])
-        return
     content = _contents(model, optimizer, way)
     with torch.serialization.safe_globals(CLASSES):
         dcp.load(content, checkpoint_id=folder)
@@ -275,7 +258,7 @@ def save_and_resume(kind: str, way: str, folder: Path) -> dict:
 
     made = new()
     losses = train(*made, STEPS)
-    _write(*made, way, folder)
+    dcp.save(_contents(*made, way), checkpoint_id=folder)
     saved = bits(*made)
     losses += train(*made, MORE)
     assert losses == sorted(losses, reverse=True) and losses[-1] < 0.98 * losses[0]
@@ -290,7 +273,7 @@ def save_and_resume(kind: str, way: str, folder: Path) -> dict:
 @pytest.mark.parametrize(
     ("kind", "way"),
     [
-        *((kind, way) for kind in QUANTIZED for way in ("tensors", "rank")),
+        *((kind, "tensors") for kind in QUANTIZED),
         *((kind, "classes") for kind in ("mixed", "bitnet", "float8 layers")),
     ],
 )

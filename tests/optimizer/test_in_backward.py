@@ -97,39 +97,24 @@ def test_in_backward_has_the_bits_of_steps_after_it(dtype):
     assert_same(*runs)
 
 
-def test_in_backward_gradients_are_freed_while_it_goes_on():
-    model, optimizer, _ = in_backward()
-    grads, alive = [], []
-    first = model[3].weight
-    step_one = optimizer.beside._take_step
-
-    def counting(p, grad):
-        grads.append(weakref.ref(grad))
-        alive.append(sum(ref() is not None for ref in grads))
-        step_one(p, grad)
-
-    optimizer.beside._take_step = counting
-    loss_of(model, 0).backward()
-    optimizer.step()
-    assert len(grads) == 7 and first.grad is None
-    assert all(ref() is None for ref in grads)
-    assert alive[-1] < len(grads)
-
-
-def test_in_backward_waits_where_too_many_gradients_would_wait(monkeypatch):
-    """At most two of the four gradients of 64 KiB, and the small ones, are there at one time."""
+def test_in_backward_gradients_are_freed_while_it_goes_on_and_few_wait_at_one_time(monkeypatch):
+    """At most two of the four of 64 KiB, and the small ones."""
     monkeypatch.setattr(in_backward_module, "MOST_WAITING_BYTES", 2 * 128 * 128 * 4 + 4096)
     model, optimizer, handle = in_backward()
-    waiting = []
+    grads, alive, waiting = [], [], []
     step_one = handle._take_step
 
     def slowly(p, grad):
         time.sleep(0.02)
+        grads.append(weakref.ref(grad))
+        alive.append(sum(ref() is not None for ref in grads))
         waiting.append(handle._waiting_bytes)
         step_one(p, grad)
 
     handle._take_step = slowly
-    train(model, optimizer, 2)
+    train(model, optimizer, 1)
+    assert len(grads) == 7 and all(ref() is None for ref in grads)
+    assert alive[-1] < len(grads)
     assert 0 < max(waiting) <= in_backward_module.MOST_WAITING_BYTES
     assert handle._waiting_bytes == 0
 

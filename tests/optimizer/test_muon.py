@@ -19,7 +19,6 @@ from examples.gpt.engines import join_ranks
 from zero8 import Adam8bitBlockwise, Muon8bitBlockwise, StableEmbedding
 from zero8.optimizer.clipping import factor_of
 from zero8.optimizer.owners import Held, rounds_of
-from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS
 from zero8.spec.muon import MUON
 from zero8.spec.segment import Rounding
@@ -292,17 +291,6 @@ def test_muon_refused_group_leaves_no_part():
     with pytest.raises(ValueError, match="betas"):
         optimizer.add_param_group(group)
     assert len(optimizer.param_groups) == 1
-
-
-def test_muon_knows_the_algorithm_of_a_parameter_that_zero3_takes_out_of_its_group():
-    """During a step DeepSpeed leaves one partition in a group, and may load another's state."""
-    params = [nn.Parameter(torch.ones(64, 64)) for _ in range(3)]
-    groups = [{"params": params[2 * one :][:2], "use_muon": not one} for one in range(2)]
-    optimizer = Muon8bitBlockwise(groups, lr=1e-3)
-    expected = [optimizer.kind_of(p, {}).algorithm for p in params]
-    optimizer.param_groups[0]["params"] = params[:1]
-    optimizer.param_groups[1]["params"] = []
-    assert [optimizer.kind_of(p, {}).algorithm for p in params] == expected == [MUON, MUON, ADAM]
 
 
 # --- Matrices that ranks hold parts of ------------------------------------------------------------

@@ -10,7 +10,6 @@ import torch
 from small_optimizers import named_params, param, set_grads
 
 import zero8
-from zero8.optimizer import stepper
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 SHAPES = {"a": (64, 100), "b": (33,), "c": (70, 300)}
@@ -68,45 +67,6 @@ def test_parameter_that_changes_its_size_raises(rows):
         step(params, optimizer, 1)
 
 
-def test_only_parameters_whose_tensors_have_changed_are_prepared_again(monkeypatch):
-    params, optimizer = made()
-    prepared = []
-    prepare = stepper.prepared
-
-    def counted(kind, row, info, weight_sums):
-        prepared.append(info.name)
-        return prepare(kind, row, info, weight_sums)
-
-    monkeypatch.setattr(stepper, "prepared", counted)
-    step(params, optimizer, 0)
-    step(params, optimizer, 1, skip=("b",))
-    step(params, optimizer, 2, skip=("a", "c"))
-    step(params, optimizer, 3)
-    state = optimizer.state[params["c"]]
-    state["exp_avg_scale"].data = state["exp_avg_scale"].data.clone()
-    step(params, optimizer, 4)
-    step(params, optimizer, 5)
-    assert prepared == ["a", "b", "c", "c"]
-
-
-def test_parts_of_the_parameters_that_step_in_turns_keep_their_plans(monkeypatch):
-    """As the sub-groups of ZeRO-3, which the optimizer meets one by one."""
-    params, optimizer = made()
-    whole, other = made()
-    plans, planned = [], stepper.planned
-    monkeypatch.setattr(stepper, "planned", lambda *args: plans.append(1) or planned(*args))
-    for number in range(3):
-        step(whole, other, number)
-    assert len(plans) == 1
-    for number in range(3):
-        for names in (("a",), ("b", "c")):
-            optimizer.param_groups[0]["params"] = [params[name] for name in names]
-            step(params, optimizer, number)
-    assert len(plans) == 3
-    for name, p in params.items():
-        assert torch.equal(p, whole[name]), name
-
-
 SHARED = {
     "whole": lambda x: (x, x),
     "rows in part": lambda x: (x[:100], x[50:]),
@@ -124,37 +84,23 @@ MAKERS = {
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("views", SHARED.values(), ids=SHARED)
 def test_parameters_that_share_memory_step_one_after_the_other(views, maker):
-    """In the order of the groups, on any number of threads."""
+    """In the order of the groups, on any number of threads; also when they are tied late."""
     torch.set_num_threads(2)  # one_torch_thread restores it
     dtype = torch.bfloat16 if "bf16" in maker else torch.float32
 
     def trained(are_together):
         buffer = param(128, 128, dtype=dtype).detach()
-        params = dict(zip("ab", map(torch.nn.Parameter, views(buffer)), strict=True))
+        parts = views(buffer)
+        params = {name: torch.nn.Parameter(x.clone()) for name, x in zip("ab", parts, strict=True)}
         groups = [{"params": [pair], "lr": 0.01} for pair in params.items()]
         of = MAKERS[maker]
         optimizers = [of(groups)] if are_together else [of([group]) for group in groups]
-        for step in range(3):
+        for step in range(4):
             set_grads(params.values(), step)
             for optimizer in optimizers:
                 optimizer.step()
+            for p, x in zip(params.values(), parts, strict=True):
+                p.data = x
         return buffer
 
     assert torch.equal(trained(True), trained(False))
-
-
-def test_views_of_one_buffer_step_in_one_call_until_they_overlap():
-    """As flattened models have them; a script may tie weights at any time."""
-    parts = torch.randn(3, 64, 100).unbind()
-    params = dict(zip("abc", map(torch.nn.Parameter, parts), strict=True))
-    optimizer = zero8.Adam8bitBlockwise(params.items())
-    step(params, optimizer, 0)
-    (plan,) = optimizer._stepper._plans.values()
-    assert [call.places for call in plan.calls] == [[0, 1, 2]]
-    params["c"].data = params["a"].data
-    step(params, optimizer, 1)
-    (tied,) = optimizer._stepper._plans.values()
-    assert [call.places for call in tied.calls] == [[0, 1], [2]]
-    params["b"].data = params["b"].data.clone()
-    step(params, optimizer, 2)
-    assert list(optimizer._stepper._plans.values()) == [tied]

@@ -14,7 +14,6 @@ import torch
 from nests import assert_same
 from small_optimizers import assert_equal, param, run, set_grads, small_model, through_file
 from torch import nn
-from torch.distributed.checkpoint import state_dict as checkpoints
 from torch.optim import AdamW, lr_scheduler
 
 from zero8 import Adam8bitBlockwise
@@ -117,19 +116,12 @@ def test_settings_of_numpy_and_config_libraries_are_saved_as_plain_numbers(way):
             assert list(map(type, group["betas"])) == [float, float]
 
 
-LAZY = {
-    "linear": (lambda: nn.LazyLinear(64), (2, 128)),
-    "conv": (lambda: nn.LazyConv2d(64, 3), (2, 16, 4, 4)),
-}
-
-
-@pytest.mark.parametrize(("make", "shape"), LAZY.values(), ids=LAZY)
-def test_optimizer_of_a_lazy_module_steps_as_one_made_after_its_first_input(make, shape):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+def test_optimizer_of_a_lazy_module_steps_as_one_made_after_its_first_input():
+    x = torch.randn(2, 128, generator=torch.Generator().manual_seed(0))
 
     def trained(is_late: bool):
         torch.manual_seed(0)
-        model = make()
+        model = nn.LazyLinear(64)
         if is_late:
             model(x)
         names = [("lazy." + name, p) for name, p in model.named_parameters()]
@@ -200,16 +192,12 @@ def test_grad_scaler_steps_as_without_it_and_skips_infinite_gradients(unscales):
 # --- Hooks, state dicts and copies ----------------------------------------------------------------
 
 
-def trained(named: bool = False):
+def trained():
     """Return a model and its optimizer; rounding to bfloat16 shows the identities of the dither."""
     model = small_model(BF16)
-    optimizer = Adam8bitBlockwise(params_of(model, named), lr=0.1)
+    optimizer = Adam8bitBlockwise(model.parameters(), lr=0.1)
     run(optimizer, list(model.parameters()), 2)
     return model, optimizer
-
-
-def params_of(model, named: bool):
-    return model.named_parameters() if named else model.parameters()
 
 
 def assert_go_on_alike(model, optimizer, other, its_optimizer) -> None:
@@ -248,24 +236,6 @@ def test_load_state_dict_that_a_hook_or_ctrl_c_ends_changes_nothing(when, error,
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["lr"] == 7.0
     assert optimizer.state[model[0].weight]["step"] == 9
-
-
-@pytest.mark.parametrize("flat", [True, False], ids=["flat", "nested"])
-@pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
-def test_states_under_the_names_of_distributed_checkpoints_load_and_go_on(named, flat):
-    """`set_state_dict` takes a step with an lr of 0 to make the states that it replaces."""
-    model, optimizer = trained(named)
-    optimizer.zero_grad()
-    options = checkpoints.StateDictOptions(flatten_optimizer_state_dict=flat)
-    weights, states = through_file(checkpoints.get_state_dict(model, optimizer, options=options))
-    assert ("state.0.weight.exp_avg_q8" in states) is flat
-    other = small_model(BF16)
-    resumed = Adam8bitBlockwise(params_of(other, named))
-    checkpoints.set_state_dict(
-        other, resumed, model_state_dict=weights, optim_state_dict=states, options=options
-    )
-    assert_same(resumed.state_dict(), optimizer.state_dict())
-    assert_go_on_alike(model, optimizer, other, resumed)
 
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda both: pickle.loads(pickle.dumps(both))}

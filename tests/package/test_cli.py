@@ -98,15 +98,3 @@ def test_doctor_of_a_config_warns_where_torch_rounds_up_what_it_page_locks(
     assert report["page_locked"] == found
     warned = [text for text in report["warnings"] if "PYTORCH_ALLOC_CONF" in text]
     assert len(warned) == (found == {"max_round_mib": None})
-
-
-def test_doctor_untested_version_is_a_warning(monkeypatch):
-    real = doctor.metadata.version
-    monkeypatch.setattr(
-        doctor.metadata, "version", lambda name: "0.21.0" if name == "deepspeed" else real(name)
-    )
-    report = doctor.examine()
-    assert report["usable"] is True
-    assert report["versions"]["deepspeed"]["fits"] is False
-    assert "0.21.0" in report["warnings"][0]
-    assert "UNTESTED" in doctor.as_text(report)

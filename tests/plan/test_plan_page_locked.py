@@ -70,13 +70,6 @@ def test_plan_adds_the_rounding_of_each_tensor(setup, gib):
     assert added(setup) == [pytest.approx(each, abs=0.15) for each in gib]
 
 
-@pytest.mark.parametrize("is_locked", [True, False])
-def test_plan_of_a_config_knows_whether_it_page_locks(is_locked):
-    offload = {"device": "cpu", "pin_memory": is_locked}
-    config = {"zero_optimization": {"stage": 2, "offload_optimizer": offload}}
-    assert bool(added(with_deepspeed_config(Setup(), config))) is is_locked
-
-
 def test_plan_names_the_remedy_and_takes_it_from_the_environment(capsys, monkeypatch):
     words = ["plan", "--parameters", "9.24B"]
     assert cli.main(words) == 0

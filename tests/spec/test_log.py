@@ -3,7 +3,6 @@
 
 import pytest
 import torch
-from test_codec import bits
 
 from zero8.spec import arithmetic as ieee
 from zero8.spec.adam import ADAM
@@ -171,24 +170,6 @@ def scales_of(steps: torch.Tensor) -> torch.Tensor:
     return torch.stack([from_bits(torch.full_like(steps, HIGH)), steps.float()], 1)
 
 
-def position(pattern: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Exact position on the scale, in binary64: a quotient of two integers below 2^36."""
-    step = scale[..., 1].long()
-    base = bits(scale[..., 0].contiguous()) - (255 * step >> 4)
-    return (16 * (pattern - base)).double() / step.double()
-
-
-def computed_position(
-    pattern: torch.Tensor, scale: torch.Tensor, threshold: int = 0
-) -> torch.Tensor:
-    """The fma of equation (C8), less its threshold, in binary64."""
-    step = scale[..., 1].long()
-    base = bits(scale[..., 0].contiguous()) - (255 * step >> 4)
-    offset = (pattern - base - 8 * step).float()
-    total = ieee.fma(offset, ieee.div(16.0, scale[..., 1]), 128 + threshold / 65536)
-    return total.double() - threshold / 65536
-
-
 def test_log_every_step_is_a_fixpoint():
     """Levels 255 and 1 have a span that gives the step again, (C8): all 14 million steps.
 
@@ -223,5 +204,3 @@ def test_encode_log_every_code_under_many_steps_returns_what_was_decoded():
         for name, threshold in EXTREMES.items():
             thresholds = torch.full((codes.numel(),), threshold)
             assert torch.equal(LOG.encode(x, scale, thresholds), codes), name
-            error = computed_position(bits(x), scale, threshold & ~31 | 16) - codes.double()
-            assert error.abs().max() <= 3 / 65536

@@ -13,6 +13,8 @@ from examples.gpt import __main__ as command
 from examples.gpt.__main__ import FLOAT32
 from examples.gpt.engines import load_config
 from examples.gpt.model import GPTConfig
+from zero8.files import tags
+from zero8.files.manifest import MANIFEST
 
 # The job's configs, by engine and optimizer.
 DEEPSPEED, FSDP2 = "deepspeed", "fsdp2"
@@ -53,3 +55,22 @@ def row(
     Path(out).mkdir(parents=True, exist_ok=True)
     with small_job(model):
         return command.train(Namespace(**arguments), load_config(path, optimizer, codec))
+
+
+# The first two steps have learning rate 0, so three change the weights.
+RANKS, STEPS = 2, 5
+
+
+def check_resumed(standing_ranks, folder: Path, **job) -> None:
+    """Check that a run whose newest checkpoint was cut short goes on with the same bits."""
+    job = {"optimizer": "Adam8bitBlockwise", "steps": STEPS, "out": str(folder), **job}
+    whole, _ = standing_ranks(RANKS).run(row, **job, save_every=STEPS - 1)
+    (newest,) = folder.glob(f"{job['optimizer']}.checkpoint/*step{STEPS}")
+    (newest / MANIFEST).unlink()
+    tags.begin(newest, tags.next_sequence(newest.parent))
+    resumed, _ = standing_ranks(RANKS).run(row, **job, resume=True)
+    assert (resumed["first_step"], resumed["codec"]) == (STEPS - 1, "log")
+    assert resumed["train_curve"] == whole["train_curve"][STEPS - 1 :]
+    assert resumed["val_loss"] == whole["val_loss"]
+    # What is done already is not done again.
+    assert standing_ranks(RANKS).run(row, **job, resume=True) == [None, None]

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import safe_get_full_fp32_param
 from moment_samples import MOMENTS, NUMEL, buffers, copies, flipped_in, is_plain, moment, same
-from mutations import take_steps, zero_optimizer
 from processes import run
 from zero_worker import config, make_engine, train
 
@@ -241,19 +240,6 @@ def test_save_and_load_with_weights_only_restores_every_byte(codec, which):
     assert isinstance(y, MomentTensor) and same(buffers(y), buffers(x))
     assert y.store.table == x.store.table
     assert (y.store.codec, y.store.name) == (x.store.codec, which)
-
-
-def test_optimizer_that_is_pickled_as_a_whole_goes_on_with_the_same_bits():
-    params, optimizer = zero_optimizer()
-    take_steps(params, optimizer, 2)
-    again = pickled(optimizer)
-    copies = again.param_groups[0]["params"]
-    for one in ((params, optimizer), (copies, again)):
-        take_steps(*one, 1)
-    assert torch.equal(params[0], copies[0])
-    states = optimizer.state[params[0]], again.state[copies[0]]
-    for which in MOMENTS:
-        assert same(*(buffers(state[which]) for state in states))
 
 
 def in_header(**changes):
