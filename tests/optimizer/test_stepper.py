@@ -3,13 +3,16 @@
 
 import copy
 import gc
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from small_optimizers import named_params, param, set_grads
 
 import zero8
+from zero8.optimizer import stepper
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 SHAPES = {"a": (64, 100), "b": (33,), "c": (70, 300)}
@@ -65,6 +68,35 @@ def test_parameter_that_changes_its_size_raises(rows):
     params["a"].data = torch.zeros(rows, 100)
     with pytest.raises(ValueError, match=f"a: got a parameter of {100 * rows} elements, its state"):
         step(params, optimizer, 1)
+
+
+def test_steady_step_passes_few_python_files():
+    params, optimizer = made()
+    for number in range(3):
+        step(params, optimizer, number)
+    set_grads(params.values(), 3)
+    folder, calls = str(Path(zero8.__file__).parent), []
+
+    def note(frame, event, _):
+        if event == "call" and (path := frame.f_code.co_filename).startswith(folder):
+            calls.append(path)
+
+    sys.setprofile(note)
+    optimizer.step()
+    sys.setprofile(None)
+    assert len(calls) <= 36 and len(set(calls)) <= 6
+
+
+def test_parts_of_the_parameters_that_step_in_turns_keep_their_plans(monkeypatch):
+    """As the sub-groups of ZeRO-3, which the optimizer meets one by one."""
+    params, optimizer = made()
+    plans, planned = [], stepper.planned
+    monkeypatch.setattr(stepper, "planned", lambda *args: plans.append(1) or planned(*args))
+    for number in range(3):
+        for names in (("a",), ("b", "c")):
+            optimizer.param_groups[0]["params"] = [params[name] for name in names]
+            step(params, optimizer, number)
+    assert len(plans) == 2
 
 
 SHARED = {

@@ -38,9 +38,8 @@ def test_doctor_json_on_a_good_machine_prints_one_object_and_exits_0(zero8):
     assert report["versions"]["deepspeed"]["fits"] is True
     assert report["op"]["used"] == report["op"]["instruction_sets"][-1]
     assert report["op"]["threads"] >= 1
-    assert list(report["deepspeed"]["seams"]) == [
-        seam.label for seam in seams.SEAMS if seam.without
-    ]
+    patched = dict.fromkeys(seam.label for seam in seams.SEAMS if seam.without)
+    assert list(report["deepspeed"]["seams"]) == list(patched)
     assert set(report["deepspeed"]["seams"].values()) == {"installed"}
     assert report["autoload"] == {"active": True, "reason": None}
     assert report["build_tools"]["compiler"].endswith("c++")
