@@ -93,6 +93,7 @@ class BlockwiseOptimizer(BeyondTorch):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, with its own lr, betas, eps and weight_decay if given."""
+        self._wait()
         if isinstance(param_group, dict):
             if "params" not in param_group:
                 raise ValueError(
