@@ -5,7 +5,7 @@ The forward is simulated: each layer sleeps, as a host does while an accelerator
 whole forward sleeps some multiple of the time of `engine.step()`.  Weights, gradients and
 steps are real, on one rank.
 
-Writes OUT (JSON), and a table (.md) beside it.
+Writes OUT (JSON), a table (.md) and a figure (.png) beside it.
 """
 
 import logging
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from benchmarks import record
@@ -140,6 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     title = f"The optimizer's step behind a simulated forward, {asked.numel:,} parameters"
     record.write(result, asked.json, markdown, title)
+    record.write_png(figure_of(result), asked.json.with_suffix(".png"))
     print(*markdown(result), sep="\n")
     return 0
 
@@ -176,6 +178,28 @@ def peak_bytes(numel: int, layers: int, is_behind: bool) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     (peak,) = (int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
     return peak
+
+
+def figure_of(result: dict) -> Figure:
+    """Return bars of the forward and the step, one after the other and with step_in_forward."""
+    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+    axes, rows = figure.subplots(), result["rows"]
+    forward = [row["forward_ms"] for row in rows]
+    exposed = [row["both_ms"] - row["forward_ms"] for row in rows]
+    left = [max(0.0, row["behind_ms"] - row["forward_ms"]) for row in rows]
+    for shift, steps, color, label in (
+        (-0.2, exposed, "tab:blue", "step in the call"),
+        (0.2, left, "tab:orange", "what is left of it with step_in_forward"),
+    ):
+        places = [number + shift for number in range(len(rows))]
+        axes.bar(places, forward, 0.38, color="lightgray", label="forward" if shift < 0 else None)
+        axes.bar(places, steps, 0.38, bottom=forward, color=color, label=label)
+    axes.set_xticks(range(len(rows)), [f"{row['ratio']:g}" for row in rows])
+    axes.set_xlabel("forward : step")
+    axes.set_ylabel("ms")
+    axes.set_title(f"Simulated forward, {result['numel']:,} parameters", fontsize=10)
+    axes.legend()
+    return figure
 
 
 def markdown(result: dict) -> list[str]:

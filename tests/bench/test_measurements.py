@@ -9,7 +9,7 @@ from ranks import run_ranks
 
 from benchmarks import host_memory
 from benchmarks.engine import __main__ as engine_command
-from benchmarks.engine import contenders, engines
+from benchmarks.engine import contenders, engines, in_forward
 from benchmarks.step import __main__ as step_command
 from benchmarks.step.contenders import ZERO8
 from zero8.spec.adam import ADAM
@@ -67,6 +67,18 @@ def test_engines_time_every_contender(standing_ranks, tmp_path):
         assert 0 < row["inner_ms"] < row["phase_ms"]
         assert (row["ratio"] == 1.0) is (row["name"] == row["over"])
         assert f"| {row['engine']}, clipped at 1, {row['name']} | {row['phase_ms']:.1f} |" in table
+
+
+def measure_in_forward(out):
+    return in_forward.main(["--json", out, "--numel", str(2**16), "--layers", "4"])
+
+
+@pytest.mark.slow
+def test_steps_behind_a_forward_have_a_row_per_ratio_and_a_figure(tmp_path):
+    out = tmp_path / "in_forward.json"
+    assert run_ranks(measure_in_forward, 1, tmp_path, timeout_s=300, out=str(out)) == [0]
+    assert [row["ratio"] for row in json.loads(out.read_text())["rows"]] == [0.5, 1.0, 2.0, 4.0]
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 def measure_host_memory(numel, folder=None):

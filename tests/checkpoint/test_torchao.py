@@ -35,6 +35,18 @@ def converted(request, tmp_path):
     return CODECS[request.param], state_dict, golden(request.param)
 
 
+def test_torchao_that_a_script_has_imported_is_not_called():
+    class OptimState8bit(torch.Tensor):
+        pass
+
+    name = "torchao.optim.subclass_8bit.OptimState8bit"
+    with torch.serialization.safe_globals([(OptimState8bit, name)]):
+        before = set(torch.serialization.get_safe_globals())
+        moment = golden("8bit")["optimizer"]["state"][ROWS_OF_BLOCKS]["exp_avg"]
+        assert set(torch.serialization.get_safe_globals()) == before
+    assert isinstance(moment, Inert) and moment.name == name
+
+
 def assert_same_entries(which, ours, theirs):
     """Two codes to a byte in both, but in zero8 those of exp_avg count from 0, entry 7 of 16."""
     first = 7 if which == "exp_avg" else 0

@@ -45,7 +45,7 @@ def load_bytes(data: bytes) -> object:
 
 
 def _loaded(file: str | io.BytesIO, mmap: bool) -> object:
-    with _TABLE:
+    with _TABLE, _only_torchs_own():
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
         if isinstance(file, io.BytesIO):
             file.seek(0)
@@ -56,6 +56,17 @@ def _loaded(file: str | io.BytesIO, mmap: bool) -> object:
                 # torch adds the advice to run the code in the file; the reason is in its context.
                 raise error.__context__ or error from None
     return settled(found)
+
+
+@contextmanager
+def _only_torchs_own() -> Iterator[None]:
+    """Have torch know no other package's classes, which torchao adds when a script imports it."""
+    added = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        yield
+    finally:
+        torch.serialization.add_safe_globals(added)
 
 
 @contextmanager
