@@ -15,14 +15,13 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from benchmarks import record
+from benchmarks import host_memory, record
 from benchmarks.engine.engines import HYPERS, join_ranks
 from zero8.bench import multiple
 from zero8.spec.adam import ADAM
@@ -116,7 +115,7 @@ class Run:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, write both files, print the table; return the exit status."""
+    """Measure, write the files, print the table; return the exit status."""
     made = record.parser(MODULE, __doc__)
     for name, default, text in (("numel", 2**26, "parameters"), ("layers", 32, "sub-groups")):
         number = partial(multiple, 1)
@@ -147,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(plain: Run, behind: Run, ratio: float) -> dict:
-    """Return a row: medians over blocks of iterations, in turns."""
+    """Return a row: the shortest times of blocks of iterations, in turns."""
     step_s = min(step for _, step, _ in plain.iterations(ITERATIONS)) / 1e3
     blocks: tuple[list, list] = ([], [])
     for _ in range(BLOCKS):
@@ -173,11 +172,9 @@ def peak_bytes(numel: int, layers: int, is_behind: bool) -> int:
     join_ranks()
     run = Run(numel, layers, is_behind)
     run.iterations(2)
-    Path("/proc/self/clear_refs").write_text("5")  # not what making an engine takes
+    host_memory.reset_peak()  # not what making an engine takes
     run.iterations(4, 0.1)
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (peak,) = (int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
-    return peak
+    return host_memory.peak_bytes()
 
 
 def figure_of(result: dict) -> Figure:

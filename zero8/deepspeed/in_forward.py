@@ -118,7 +118,7 @@ class _SubGroups(Behind):
                     call()
             if self._stream is not None:
                 self._stream.synchronize()
-        except BaseException:
+        except BaseException:  # of any class: the thread keeps it until the ranks agree
             logger.exception("zero8: the optimizer's step behind the forward has failed")
             if is_swapping(zero):
                 zero.optimizer_swapper.drain()

@@ -73,7 +73,7 @@ class InForward(Behind):
         for number, of_one in places.items():
             # Schedulers write the next learning rate as soon as the call returns.
             part = with_copied_groups(batch.at(of_one))
-            works[number] = partial(self._step, part, factor)
+            works[number] = partial(self._take_step, part, GradFactor(factor))
         self.do(works)
         return at_once
 
@@ -82,9 +82,6 @@ class InForward(Behind):
         self._undo.close()
         self._groups = []
         self.worker.close()
-
-    def _step(self, batch: Batch, factor: float) -> None:
-        self._take_step(batch, GradFactor(factor))
 
     def _gather(self, number: int, original: Callable[..., None], *args: Any) -> None:
         self.need([number])
