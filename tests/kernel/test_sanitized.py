@@ -3,6 +3,7 @@
 
 import os
 import sys
+from functools import partial
 
 import processes
 import pytest
@@ -17,36 +18,32 @@ def runtime(name):
     return output_of([COMPILER[0], f"-print-file-name={name}"]).strip()
 
 
-@pytest.fixture(scope="module")
-def op(tmp_path_factory):
-    """The op with the baseline alone, and watched: the sanitizer does not see masked vectors.
+def watched_op(watched, folder):
+    """Compile the op with a sanitizer; return its path.
 
-    The sanitizers' libraries come with the process.
+    The baseline alone is watched: the sanitizers do not see masked vectors.
     """
-    folder = tmp_path_factory.mktemp("sanitized")
-    watched = [*SANITIZERS, "-fsanitize=float-cast-overflow", "-ffp-contract=off"]
-    names = [path.stem for path in build.sources()]
-    kernels = [name for name in names if name != "binding" and not name.startswith("step_")]
-    others = [name for name in names if name.startswith("step_") and name != "step_baseline"]
-    made = compile_all(
-        [CSRC / f"{name}.cpp" for name in (*kernels, "step_baseline")], [*watched, "-fPIC"], folder
+    folder.mkdir()
+    watched = [*watched, "-ffp-contract=off", "-fPIC"]
+    quiet = ["binding", *(path.stem for path in build.sources() if path.stem.startswith("step_"))]
+    quiet.remove("step_baseline")
+    sources = [path for path in build.sources() if path.stem not in quiet]
+    made = compile_all(sources, watched, folder)
+    made += compile_all(
+        [CSRC / f"{name}.cpp" for name in quiet], ["-O0", "-fPIC", *python_headers()], folder
     )
-    others = [CSRC / f"{name}.cpp" for name in ("binding", *others)]
-    made += compile_all(others, ["-O0", "-fPIC", *python_headers()], folder)
     path = folder / f"{build.NAME}.so"
     output_of([*COMPILER, *watched, "-shared", *made, "-o", path])
     return path
 
 
-def run(op, *command, **environment):
-    """Run Python with the sanitized op; return the finished process."""
+def run(op, library, *command, **environment):
+    """Run a command with a sanitizer's library and the op that it watches; return the process."""
     return processes.run(
-        [sys.executable, *command],
+        command,
         seconds=500,
         # libstdc++ too, or the sanitizer does not find what throws.
-        LD_PRELOAD=f"{runtime('libasan.so')} {runtime('libstdc++.so.6')}",
-        # Python leaks when it exits.
-        ASAN_OPTIONS="detect_leaks=0:allocator_may_return_null=1",
+        LD_PRELOAD=f"{runtime(library)} {runtime('libstdc++.so.6')}",
         SANITIZED_OP=str(op),
         ZERO8_ISA="baseline",
         OMP_NUM_THREADS="1",
@@ -55,21 +52,31 @@ def run(op, *command, **environment):
     )
 
 
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """Run Python with the op under the sanitizers of addresses and undefined behaviour."""
+    flags = [*SANITIZERS, "-fsanitize=float-cast-overflow"]
+    op = watched_op(flags, tmp_path_factory.mktemp("sanitized") / "op")
+    # Python leaks when it exits.
+    options = "detect_leaks=0:allocator_may_return_null=1"
+    return partial(run, op, "libasan.so", sys.executable, ASAN_OPTIONS=options)
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.slow
-def test_steps_and_states_that_arrive_under_the_sanitizers_touch_no_other_memory(op, tmp_path):
+def test_steps_and_states_that_arrive_under_the_sanitizers_touch_no_other_memory(python, tmp_path):
     names = "record_check random_steps kernel_convert state_arrival zero_arrival".split()
     files = [path for name in names for path in TESTS.rglob(f"test_{name}.py")]
     # -s: a sanitizer ends the process, with whatever pytest has captured until then.
     options = ["-qs", "-p", "sanitized_op", "-p", "no:cacheprovider", "--rootdir", ROOT]
     options.append(f"--basetemp={tmp_path / 'b'}")
-    done = run(op, "-m", "pytest", *options, *files)
+    done = python("-m", "pytest", *options, *files)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     assert " passed" in done.stdout
 
 
 @pytest.mark.slow
-def test_sanitizer_stops_a_step_over_memory_that_is_not_its_own(op, tmp_path):
+def test_sanitizer_stops_a_step_over_memory_that_is_not_its_own(python, tmp_path):
     """Guards the tests above: without the check of records the sanitizer does end the process."""
     program = tmp_path / "program.py"
     program.write_text(
@@ -86,6 +93,6 @@ def test_sanitizer_stops_a_step_over_memory_that_is_not_its_own(op, tmp_path):
         "kernel_steps.run(records, scalars, 1, 'baseline')\n"
         "print('survived')\n"
     )
-    done = run(op, program)
+    done = python(program)
     assert done.returncode != 0 and "survived" not in done.stdout
     assert "AddressSanitizer: heap-buffer-overflow" in done.stderr

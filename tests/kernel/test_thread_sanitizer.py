@@ -8,6 +8,7 @@ none.
 
 import math
 import platform
+import sys
 
 import kernel_steps
 import processes
@@ -27,6 +28,7 @@ from segments import (
     scalars_at,
 )
 from test_csrc import COMPILER, CSRC, OURS, WARNINGS, compile_all, output_of
+from test_sanitized import run, watched_op
 
 from zero8.op import kernel
 from zero8.spec.segment import Rounding
@@ -55,9 +57,27 @@ def command(objects, tmp_path_factory):
     """The command of the program, which is linked without libgomp."""
     program = tmp_path_factory.mktemp("program") / "piped_kernel"
     output_of([*COMPILER, SANITIZER, "-pthread", *objects, "-o", program])
-    # The kernel may spread addresses wider than this sanitizer expects.
+    # Linux may spread addresses wider than this sanitizer expects.
     is_spread = "unexpected memory mapping" in processes.run([program, "", "spread?"]).stderr
     return [*(["setarch", platform.machine(), "-R"] if is_spread else []), str(program)]
+
+
+@pytest.fixture(scope="module")
+def races(command, tmp_path_factory):
+    """Run `forward_races.py`; return the reports on the op, the sole library that is watched.
+
+    Other reports are of torch's, whose locks the sanitizer does not see.
+    """
+    op = watched_op(["-O1", "-g1", SANITIZER], tmp_path_factory.mktemp("watched") / "op")
+    program = *command[:-1], sys.executable, SUPPORT / "forward_races.py"
+
+    def reports(*words):
+        options = "exitcode=0 history_size=7"
+        done = run(op, "libtsan.so", *program, *words, TSAN_OPTIONS=options)
+        assert done.returncode == 0, done.stderr
+        return [one for one in done.stderr.split("WARNING: ") if "zero8::" in one]
+
+    return reports
 
 
 @pytest.fixture(autouse=True)
@@ -96,3 +116,10 @@ def test_thread_sanitizer_reports_two_threads_in_one_segment(command, isa):
     segment = make(None, PLACES[1], scalars_at(1, ADAMW))
     with pytest.raises(AssertionError, match=f"data race(.|\n)*zero8::{isa}::"):
         PipedKernel(command, isa).step([segment, segment])
+
+
+@pytest.mark.parametrize("framework", ["ZeRO-3", "FSDP2"])
+def test_steps_behind_the_forward_under_the_thread_sanitizer_do_not_race_with_it(races, framework):
+    """It sees the step write weights and the forward read them: without waits it reports both."""
+    assert races(framework) == []
+    assert any("memmove" in report for report in races(framework, "early"))
