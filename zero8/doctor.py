@@ -114,7 +114,8 @@ def _op(report: dict) -> dict:
 
 def _cuda_kernel(report: dict) -> dict:
     """Return the compiler of the CUDA kernel, or the reason why there is none, and the GPUs."""
-    gpus, lines = [gpu._asdict() for gpu in cuda.gpus()], report["lines"]
+    numbers, lines = range(torch.cuda.device_count()), report["lines"]
+    gpus = [cuda.Gpu.of(number)._asdict() for number in numbers]
     name = version = reason = None
     try:
         name, version = cuda_compile.compiler(cuda_compile.default_backend())[:2]

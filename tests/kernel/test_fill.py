@@ -12,6 +12,10 @@ STEPS = [1, 31, 32, 33, 63, 64, 1000, 2**31 - 1, 2**31, 2**32 + 5, 2**40 + 17, 2
 KEYS = [0, 1, 0xC13FA9A9, 2**31, 2**32 - 1]
 
 
+def fill(records, pieces, addresses, which, steps):
+    kernel.module().fill(records, pieces, addresses.reshape(-1), which, steps)
+
+
 def kept(owners, keys=((3, 4),)):
     pieces = np.zeros(len(owners), KEPT_PIECE)
     pieces["owner"] = owners
@@ -28,7 +32,7 @@ def test_fill_phases_are_those_of_the_definition(step):
     pieces = kept([0] * len(pairs), pairs)
     records = np.zeros(len(pairs), SEGMENT)
     addresses = np.array([[1000], [2000]], np.uint64)
-    kernel.fill(records, pieces, addresses, np.zeros(1, np.int64), np.array([step], np.int64))
+    fill(records, pieces, addresses, np.zeros(1, np.int64), np.array([step], np.int64))
     for record, (moment, param) in zip(records, pairs, strict=True):
         assert (record["moments"]["phase"] == dither.phase_of(moment, step)).all()
         assert record["param_phase"] == dither.phase_of(param, step)
@@ -39,7 +43,7 @@ def test_fill_gives_each_piece_what_is_its_parameters():
     records = np.zeros(4, SEGMENT)
     records["nonfinite_blocks"], records["moments"]["codec"] = 7, 3
     addresses = np.array([[1000, 2000, 3000], [10_000, 20_000, 2**63]], np.uint64)
-    kernel.fill(records, pieces, addresses, np.array([1, 0, 1], np.int64), steps)
+    fill(records, pieces, addresses, np.array([1, 0, 1], np.int64), steps)
     assert records["param"].tolist() == [1000, 1004, 3008, 2012]
     assert records["grad"].tolist() == [10_000, 10_002, 2**63 + 4, 20_006]
     assert records["scalars"].tolist() == [1, 1, 1, 0]
@@ -65,11 +69,6 @@ def test_fill_of_what_does_not_belong_together_raises_and_writes_nothing(name):
     before = records.copy()
     addresses = np.ones((2, case["params"]), np.uint64)
     with pytest.raises(ValueError, match="records of other parameters than step"):
-        kernel.fill(
-            records,
-            kept(case["owners"]),
-            addresses,
-            np.array(case["which"], np.int64),
-            np.array([5], np.int64),
-        )
+        which, steps = np.array(case["which"], np.int64), np.array([5], np.int64)
+        fill(records, kept(case["owners"]), addresses, which, steps)
     assert records.tobytes() == before.tobytes()

@@ -13,7 +13,6 @@ entry of the signed map and the last entry, 1.0, have pieces of their own.
 """
 
 from functools import lru_cache
-from typing import TypeVar
 
 import numpy as np
 
@@ -37,8 +36,6 @@ _SMALLEST = 13433 << 16
 
 WITH_MAPS = [CODECS[name].number for name in ("dynamic", "linear4")]
 """The numbers of the codecs whose kernels take maps."""
-
-Pattern = TypeVar("Pattern", int, np.ndarray)
 
 
 @lru_cache(maxsize=1)
@@ -80,7 +77,8 @@ def _fill_pieces(record: np.ndarray, code: DynamicCode) -> None:
     pieces = _FIRST_PIECE + np.arange(_DECADES + 1)
     # In each piece the guess is that piece or the one before.
     assert np.array_equal(_guess(joints), pieces[:-1])
-    assert _guess(_SMALLEST) == _guess(_SMALLEST - 1) + 1 == _FIRST_PIECE
+    ends = _guess(np.array([_SMALLEST - 1, _SMALLEST]))
+    assert ends.tolist() == [_FIRST_PIECE - 1, _FIRST_PIECE]
     record["joint"][..., pieces % 8] = [*joints, _NOWHERE]
     record["slope"][..., pieces % 8] = np.array(slopes) * _FRACTION
     record["offset"][..., pieces % 8] = np.array(offsets) * _FRACTION
@@ -92,6 +90,5 @@ def _pattern(x: np.ndarray) -> np.ndarray:
     return np.asarray(x, np.float32).view(np.uint32)
 
 
-def _guess(pattern: Pattern) -> Pattern:
-    guess: Pattern = (pattern >> 16) * PIECE_FACTOR >> PIECE_SHIFT
-    return guess
+def _guess(pattern: np.ndarray) -> np.ndarray:
+    return (pattern >> 16) * PIECE_FACTOR >> PIECE_SHIFT

@@ -190,11 +190,6 @@ class Gpu(NamedTuple):
         return cls(properties.name, architecture, served)
 
 
-def gpus() -> list[Gpu]:
-    """Return the GPUs that torch sees."""
-    return [Gpu.of(number) for number in range(torch.cuda.device_count())]
-
-
 @lru_cache(maxsize=64)
 def cuda_kernel(device: torch.device, backend: str | None = None) -> CudaKernel:
     """Return the kernel on a GPU, which has an index, compiled and loaded on first use."""

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls the compiled step, on records of segments."""
 
-import contextlib
 import logging
 import os
 from collections.abc import Sequence
@@ -58,12 +57,6 @@ def module() -> ModuleType:
             "GOMP_parallel; packages of torch for Linux from PyPI and conda-forge do"
         )
     return found
-
-
-def prepare() -> None:
-    """Build the op now instead of in the first step; ignores errors, which that step raises."""
-    with contextlib.suppress(Exception):
-        CpuKernel()
 
 
 @lru_cache(maxsize=1)  # called at every step
@@ -220,21 +213,6 @@ def _convert(coded: CodedMoment, values: Tensor, number: int) -> None:
         rounding=Rounding.NEAREST,
     )
     CpuKernel().step(records, np.zeros(1, SCALARS))
-
-
-def fill(
-    records: np.ndarray,
-    kept: np.ndarray,
-    addresses: np.ndarray,
-    which: np.ndarray,
-    steps: np.ndarray,
-) -> None:
-    """Fill the fields of a step into records: addresses, phases, scalars, counts of 0.
-
-    `addresses` are (2, parameters) uint64, of parameters and gradients.  `which` are (parameters,)
-    int64 indices in `steps`, int64 numbers from 1, and in the scalars of the step.
-    """
-    module().fill(records, kept, addresses.reshape(-1), which, steps)
 
 
 def described(objects: list[Tensor | float]) -> np.ndarray:

@@ -4,6 +4,7 @@
 import copy
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import torch
@@ -68,7 +69,9 @@ class BlockwiseOptimizer(BeyondTorch):
         # DeepSpeed makes the optimizer before ZeRO, which must be patched before it starts.
         seams.fit(type(self))
         if any(p.device.type in DEVICES for p in self._all_params()):
-            kernel.prepare()  # users expect to wait here rather than in the first step
+            # Users expect to wait for its build here.  The first step raises what it raises.
+            with suppress(Exception):
+                kernel.CpuKernel()
         if engine is None:  # last, so that a failed constructor claims nothing
             claims.claim(self._all_params(), self._claim)
 

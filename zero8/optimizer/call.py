@@ -115,7 +115,7 @@ class Call:
             mine, written = batch.in_order(), []
             addresses = mine.addresses()
         numbers, scalars = np.array([one.number for one in steps]), [one.scalars for one in steps]
-        kernel.fill(self.records, self.kept, addresses, which, numbers)
+        kernel.module().fill(self.records, self.kept, addresses.reshape(-1), which, numbers)
         counts = self.how(self, mine, kernel.packed_scalars(scalars))
         if mine is not batch:
             for values, ours in zip(batch.values, mine.values, strict=True):
