@@ -44,6 +44,13 @@ def test_export_is_within_half_a_code_and_its_import_exact_where_blocks_coincide
             assert torch.equal(loaded.read(0, p.numel()), theirs)
 
 
+def test_export_of_a_small_parameter_has_its_float32_moments():
+    moments, state_dict = exported((8, 8))
+    (state,) = state_dict["state"].values()
+    for number, ours in enumerate(moments, 1):
+        assert torch.equal(state[f"state{number}"].flatten(), ours)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [

@@ -24,11 +24,16 @@ def replace_data(p):
     p.data = p.data * 2
 
 
+def replace_by_columns(p):
+    p.data = (p.data * 2).t().contiguous().t()
+
+
 WRITES = {
     "mul_ by a mask": lambda p: p.mul_(MASK),
     "mul_ by a mask through data": lambda p: p.data.mul_(MASK),
     "zero_": lambda p: p.zero_(),
     "data = x": replace_data,
+    "data = x, which steps see anew": replace_by_columns,
     "copy_": lambda p: p.copy_(torch.linspace(-1, 1, p.numel()).view(SHAPE)),
     "fill_ with a tiny value": lambda p: p.fill_(1e-38),
     "fill_ with infinity": lambda p: p.fill_(float("inf")),

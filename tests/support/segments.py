@@ -21,6 +21,7 @@ from zero8.spec.segment import Moment, Rounding, Segment
 from zero8.spec.sgd import SGD
 
 CODEC_NAMES = [None, *CODECS]
+JUST_NEAREST = 1 / (1 + 2 / 3 / 32 / 0.97)  # its settling is `least_settling`
 MOMENT_PHASE = 0x9E3779B9
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -57,7 +58,9 @@ HYPERS = {
     "no memory": {"lr": 1e-3, "betas": (0.0, 0.0), "eps": 1e-8, "weight_decay": 0.1},
     "large eps": {"lr": 1.0, "betas": (0.95, 0.9), "eps": 1.0, "weight_decay": 0.5},
     # On both sides of `least_settling` of `log`, and moments on levels and halfway between them.
-    "beta1 just nearest": {"lr": 1e-3, "betas": (0.9789, 0.999), "eps": 1e-8, "weight_decay": 0.1},
+    "beta1 just nearest": {
+        "lr": 1e-3, "betas": (JUST_NEAREST, 0.999), "eps": 1e-8, "weight_decay": 0.1
+    },
     "beta1 just dithered": {"lr": 1e-3, "betas": (0.979, 0.999), "eps": 1e-8, "weight_decay": 0.1},
     "long beta1": {
         "lr": 1e-3, "betas": (0.99, 0.999), "eps": 1e-8, "weight_decay": 0.1, "grad_factor": 0.5
