@@ -36,9 +36,9 @@ def table_of(
 
 def group_of(flat: Tensor, params: Sequence[Tensor]) -> Group:
     """Return the ranks that hold the other parts of what a flat partition was cut from."""
-    stage3 = [p.ds_process_group for p in params if hasattr(p, "_z3_optimizer")]
-    if stage3:
-        return _if_shared(stage3[0])
+    sharded = next((p for p in params if hasattr(p, "_z3_optimizer")), None)
+    if sharded is not None:
+        return _if_shared(sharded.ds_process_group)
     storage = flat.untyped_storage().data_ptr()
     groups = [getattr(p, "_dp_group", None) for p in _touching(params, storage) or params]
     return _if_shared(next((one for one in groups if one is not None), None))
