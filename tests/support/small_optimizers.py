@@ -58,12 +58,16 @@ def assert_equal(params, others) -> None:
         assert torch.equal(p, q), f"parameter {number}"
 
 
+def bytes_of(contents, **options) -> bytes:
+    """Return a file of torch.save with these contents."""
+    file = io.BytesIO()
+    torch.save(contents, file, **options)
+    return file.getvalue()
+
+
 def through_file(contents):
     """Return what is read of a file with these contents."""
-    file = io.BytesIO()
-    torch.save(contents, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+    return torch.load(io.BytesIO(bytes_of(contents)), weights_only=True)
 
 
 def small_model(dtype: torch.dtype = FP32) -> nn.Sequential:
