@@ -67,9 +67,7 @@ REFUSED = {
         ["step_in_forward: got Muon8bitBlockwise", "exchanges matrices"],
     ),
     "unknown key": (config(beta1=0.9), ["unknown parameter 'beta1'", *ADAM.keywords, *OWN_KEYS]),
-    "amsgrad": (config(amsgrad=True), ["amsgrad: got True", "third moment"]),
     "bad value": (config(block_size=100), ["block_size: got 100", "power of two"]),
-    "fp32_params as a string": (config(fp32_params="*embed*"), ["fp32_params", "list"]),
 }
 
 
