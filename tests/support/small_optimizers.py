@@ -53,6 +53,12 @@ def run(optimizer, params, steps: int, start: int = 0) -> None:
         optimizer.step()
 
 
+def joined(p: torch.Tensor, correction: torch.Tensor) -> torch.Tensor:
+    """Return the 24-bit weights of `weight_correction_bits=8` in float32."""
+    bits = (p.view(torch.int16).to(torch.int32) << 16) + (correction.to(torch.int32) << 8)
+    return bits.view(torch.float32)
+
+
 def assert_equal(params, others) -> None:
     for number, (p, q) in enumerate(zip(params, others, strict=True)):
         assert torch.equal(p, q), f"parameter {number}"
