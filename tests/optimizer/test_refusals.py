@@ -88,7 +88,6 @@ TOGETHER = {
     "nesterov: got true with a dampening": (SGD, {"nesterov": True, "dampening": 0.5}),
     "t_beta3: got 5 .*beta1 above 0": (MIX, {"t_beta3": 5, "betas": (0.0, 0.9, 0.99)}),
     "fp32_params: .*pass model.named_parameters": (ADAM, {"fp32_params": ["*"]}),
-    r"pass model\.named_parameters\(\)": (MUON, {"adam_params": ("embed",)}),
 }
 
 

@@ -222,10 +222,6 @@ def test_deepcopy_of_a_state_keeps_moments_8bit_and_apart_from_the_original():
     assert copied["exp_avg"].dense().abs().max() > 0
 
 
-def pickled(x):
-    return pickle.loads(pickle.dumps(x))
-
-
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("which", MOMENTS)
 def test_save_and_load_with_weights_only_restores_every_byte(codec, which):
@@ -271,7 +267,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
 def test_load_of_a_damaged_moment_is_refused(damage, message):
-    found = pickled(moment())
+    found = pickle.loads(pickle.dumps(moment()))
     damage(found)
     with pytest.raises(ValueError, match=message):
         moment_of(found)
