@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from small_optimizers import bytes_of
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -28,12 +29,6 @@ class Call:
 
     def __reduce__(self) -> tuple:
         return self._reduced
-
-
-def saved(content: object) -> bytes:
-    file = io.BytesIO()
-    torch.save(content, file)
-    return file.getvalue()
 
 
 def rezipped(data: bytes, records: dict[str, bytes]) -> bytes:
@@ -70,21 +65,21 @@ def in_itself() -> dict:
 
 FILES = {
     "an attribute of a class": lambda: rezipped(
-        saved({}), {"data.pkl": with_attributes(OrderedDict)}
+        bytes_of({}), {"data.pkl": with_attributes(OrderedDict)}
     ),
-    "a dict in itself": lambda: saved(in_itself()),
-    "moments of other lengths": lambda: saved(adam(exp_avg=torch.ones(255))),
-    "states in a list": lambda: saved({"state": [1], "param_groups": []}),
-    "groups without params": lambda: saved(adam() | {"param_groups": [{}]}),
-    "no states": lambda: saved({"x": 1}),
+    "a dict in itself": lambda: bytes_of(in_itself()),
+    "moments of other lengths": lambda: bytes_of(adam(exp_avg=torch.ones(255))),
+    "states in a list": lambda: bytes_of({"state": [1], "param_groups": []}),
+    "groups without params": lambda: bytes_of(adam() | {"param_groups": [{}]}),
+    "no states": lambda: bytes_of({"x": 1}),
     "empty": lambda: b"",
 }
-GOOD_FILES = {"of AdamW": lambda: saved(adam())}
+GOOD_FILES = {"of AdamW": lambda: bytes_of(adam())}
 
 
 # --- Folders of torch.distributed.checkpoint -----------------------------------------------------
 
-STEP, CHUNK = saved(7), saved(torch.ones(4, 64))
+STEP, CHUNK = bytes_of(7), bytes_of(torch.ones(4, 64))
 KEY = "optimizer.state.p.exp_avg"
 AT = MetadataIndex(KEY, (0, 0))
 

@@ -58,6 +58,7 @@ except (OSError, ValueError) as error:
     sys.exit(f"Error: {{error}}")
 """
 PRUNE, SEAL = "prune tags --keep 1", "seal loose/t1"
+BOTH = ("tags/t1", "tags/t2")
 TAG = "step3"
 RANK, MODEL = "zero_pp_rank_1_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"
 CODE = pickle.dumps(Call(os.system, "touch outside/ran"), 2)
@@ -243,22 +244,15 @@ OF_COMMANDS_THAT_WRITE = [
         "prune tags --keep 2",
         0,
         ("deleted nothing",),
-        ("tags/t1", "tags/t2"),
+        BOTH,
     ),
     *(
-        Attack(f"latest of {text!r}", write("tags/latest", text), PRUNE, 0, stays=("tags/t1",))
-        for text in (b"t1/", b"./t1")
-    ),
-    *(
-        Attack(
-            f"latest of {text!r}",
-            write("tags/latest", text),
-            PRUNE,
-            2,
-            ("latest", "damaged"),
-            ("tags/t1", "tags/t2"),
+        Attack(f"latest of {text!r}", write("tags/latest", text), PRUNE, status, says, BOTH)
+        for texts, status, says in (
+            ((b"t1/", b"./t1"), 0, ()),
+            ((b"\xff", b"../x", b"", b"t1\0"), 2, ("latest", "damaged")),
         )
-        for text in (b"\xff", b"../x", b"", b"t1\0")
+        for text in texts
     ),
     # With a manifest it would pass as complete, and prune would delete whole tags for it.
     Attack("interrupted save", INTERRUPTED, SEAL, 2, ("incomplete", "--force"), ("loose/t1",)),

@@ -11,6 +11,7 @@ from functools import cache
 
 import psutil
 import pytest
+import small_optimizers
 import torch
 from convert_cases import (
     MOMENTS,
@@ -32,12 +33,13 @@ from convert_model import (
     Mixed,
     named_groups,
     results,
-    run,
     saved_plain,
     train,
 )
 from convert_worker import load_dcp, save_dcp, settings, visit
 from fragments import fragments_in
+from fsdp_worker import run
+from params import each
 from universal_cuts import check_within_half_a_code, decoded, joined
 
 from zero8 import Adam8bitBlockwise
@@ -100,7 +102,7 @@ def unconverted(forgets_history=False):
     for state in optimizer.state.values():
         if forgets_history:
             state["history"] = UNKNOWN_HISTORY
-    run(model, optimizer, range(SAVED_AFTER, STEPS))
+    run(model, optimizer, SAVED_AFTER, STEPS)
     return saved, results(model, optimizer)
 
 
@@ -114,25 +116,21 @@ def resumed(path, source):
         group |= {"lr": 7.0, "weight_decay": 7.0, "betas": (0.1, 0.2)}
     optimizer.load_state_dict(content["optimizer"])
     saved = results(model, optimizer)
-    run(model, optimizer, range(SAVED_AFTER, STEPS))
+    run(model, optimizer, SAVED_AFTER, STEPS)
     return saved, results(model, optimizer)
 
 
 # --- To a plain file ----------------------------------------------------------------------------
 
 
-def slow(values, *quick):
-    return [v if v in quick else pytest.param(v, marks=pytest.mark.slow) for v in values]
-
-
-@pytest.mark.parametrize("source", slow(SOURCES, "plain"))
-def test_convert_to_plain_goes_on_with_the_bits_of_the_source(source, made, source_at):
-    saved, stepped = resumed(made(source, "plain"), source)
-    pieces = pieces_of(source_at(source))
+@each(SOURCES, [source for source in SOURCES if source != "plain"])
+def test_convert_to_plain_goes_on_with_the_bits_of_the_source(name, made, source_at):
+    saved, stepped = resumed(made(name, "plain"), name)
+    pieces = pieces_of(source_at(name))
     # A parameter without a gradient has no state in one process, and zeros under ZeRO.
     check(saved, unconverted()[0], pieces)
     check(stepped, unconverted()[1], pieces)
-    assert ("exp_avg" in saved["unused"]) == ("zero" in source)
+    assert ("exp_avg" in saved["unused"]) == ("zero" in name)
 
 
 def decoded_in(path):
@@ -186,7 +184,7 @@ def test_convert_to_fp32_loads_into_adamw_with_the_decoded_moments(source, made,
             assert adamw.state[p]["step"].item() == SAVED_AFTER
             for which, values in zip(MOMENTS, decoded[name], strict=True):
                 assert torch.equal(adamw.state[p][which].flatten(), values)
-    run(model, adamw, range(1))
+    run(model, adamw, 0, 1)
     # And back: quantize(dequantize(q)) is q.
     optimizer = Adam8bitBlockwise(named_groups(Mixed(), trained_names(source)))
     optimizer.load_state_dict(torch.load(made(source, "fp32"), weights_only=True)["optimizer"])
@@ -261,12 +259,6 @@ def test_convert_to_zero_loads_with_the_same_moments_and_goes_on(source, loaded,
 # --- bfloat16 weights whose optimizer keeps 8 more bits of them -----------------------------------
 
 
-def corrected_weights(values, correction):
-    """Return the 24-bit weights of `weight_correction_bits=8`."""
-    bits = values.bfloat16().view(torch.int16).to(torch.int32) << 16
-    return (bits + (correction.to(torch.int32) << 8)).view(torch.float32)
-
-
 CORRECTED = {"weight_correction_bits": 8}
 
 
@@ -307,7 +299,7 @@ def test_convert_keeps_corrections_of_bfloat16_weights(source, corrected_sources
                 o.state[p]["param_correction"] for o, p in ((optimizer, p), (trained, q))
             )
             assert theirs.any() and torch.equal(ours[kept], theirs[kept])
-            expected_fp32 = corrected_weights(p.detach(), ours)
+            expected_fp32 = small_optimizers.joined(p.detach(), ours)
             assert torch.equal(in_fp32[name], expected_fp32)
             if name == "embed":
                 assert torch.equal(in_fp32["head.weight"], expected_fp32)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from convert_cases import converted, same
 from int8_weights import int8_param
-from small_optimizers import param, set_grads
+from small_optimizers import param, run
 from torch import nn
 from torch.distributed import checkpoint as dcp
 
@@ -24,9 +24,7 @@ def trained(dtype: torch.dtype = torch.float32) -> tuple[dict[str, nn.Parameter]
     weight = int8_param(torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)), dtype)
     params = {NAME: weight, "layer.bias": param(40)}
     optimizer = Adam8bitBlockwise(list(params.items()), lr=1e-2, weight_decay=0.1)
-    for step in range(2):
-        set_grads(list(params.values()), step)
-        optimizer.step()
+    run(optimizer, params.values(), 2)
     saved = optimizer.state_dict()
     states = {name: saved["state"][number] for number, name in enumerate(params)}
     groups = [{**saved["param_groups"][0], "params": list(params)}]

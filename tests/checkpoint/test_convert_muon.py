@@ -14,6 +14,7 @@ from fsdp_checkpoints import save
 from muon_in_zero import IN_FLOAT32, LAYOUTS, OF_DEEPSPEED, WithoutFilters, results
 from muon_sharded import resumed, run, sharded
 from muon_worker import MATRICES, SHAPES, Known, alone, optimizer_of, wrong
+from params import each
 from zero_worker import base_optimizer, config, make_engine, take_step
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")  # as ranks have
@@ -62,11 +63,9 @@ def source_at(standing_ranks, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize(
-    "source", [s if s == "plain" else pytest.param(s, marks=pytest.mark.slow) for s in SOURCES]
-)
-def test_convert_of_muon_to_plain_goes_on_with_the_same_bits(source, source_at, tmp_path):
-    made = converted(source_at(source), tmp_path / "made", "plain")
+@each(SOURCES, SOURCES[1:])
+def test_convert_of_muon_to_plain_goes_on_with_the_same_bits(name, source_at, tmp_path):
+    made = converted(source_at(name), tmp_path / "made", "plain")
     assert made["parameters"] == len(SHAPES) and made["blocks_joined"] == 0
     content = torch.load(tmp_path / "made", weights_only=True)
     model = Known()

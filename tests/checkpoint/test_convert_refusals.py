@@ -5,6 +5,7 @@ import pytest
 import torch
 from convert_cases import converted, refusal
 from convert_model import saved_plain
+from small_optimizers import run
 
 from zero8 import Adam8bitBlockwise, Lion8bitBlockwise
 from zero8.checkpoint.commands import convert
@@ -91,9 +92,7 @@ def test_convert_of_other_algorithms_is_refused(has_adam, to, message, tmp_path)
     states = []
     for optimizer_class in (Lion8bitBlockwise, Adam8bitBlockwise):
         optimizer = optimizer_class(model.named_parameters(), min_8bit_size=1)
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        optimizer.step()
+        run(optimizer, model.parameters(), 1)
         states.append(optimizer.state_dict())
     if has_adam:
         states[0]["state"][1] = states[1]["state"][1]

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from unittest.mock import Mock
 
 import pytest
+from damages import flip
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,12 +51,6 @@ def test_seal_syncs_every_file_and_folder_before_the_manifest_names_them(folder,
     assert {str(folder / name) for name in CONTENTS} < set(before)
     assert {str(folder), str(folder / "deep/er")} < set(before)
     assert str(folder) in after
-
-
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 3] ^= 16
-    path.write_bytes(data)
 
 
 DAMAGES = {
@@ -155,11 +150,8 @@ def test_write_atomically_that_fails_leaves_the_old_file_and_no_other(tmp_path, 
     path = tmp_path / "latest"
     atomic.write_atomically(path, b"old")
 
-    def full(_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(atomic.os, "fsync", full)
-    with pytest.raises(OSError, match=r"No space left on device: .*latest"):
+    monkeypatch.setattr(atomic.os, "fsync", Mock(side_effect=OSError(28, "No space left")))
+    with pytest.raises(OSError, match="No space left: .*latest"):
         atomic.write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
@@ -188,10 +180,7 @@ def test_lock_that_another_holds_is_refused_with_its_name_and_free_afterwards(tm
 def test_lock_on_a_file_system_without_locks_lets_the_block_run(
     tmp_path, monkeypatch, caplog, number
 ):
-    def fail(*_):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr("fcntl.flock", fail)
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(number, os.strerror(number))))
     runs, problem = number != errno.EIO, f"{os.strerror(number)}.*{tmp_path}/.zero8_lock"
     for _ in range(2):
         with nullcontext() if runs else pytest.raises(OSError, match=problem):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from damages import flip
 from fsdp_worker import start
 from ranks import error_of
 from torch import distributed
@@ -31,10 +32,7 @@ def save_and_find(folder) -> dict:
     left = tags.tag_at(Path(folder, "step2")).state, tags.read_latest(folder)
     rank = distributed.get_rank()
     if rank == 0:
-        path = found / "rank1.pt"
-        data = bytearray(path.read_bytes())
-        data[100] ^= 1
-        path.write_bytes(data)
+        flip(found / "rank1.pt")
     distributed.barrier()
     damaged = error_of(tagged.newest, folder)
     return {"error": error, "found": found.name, "left": left, "damaged": damaged}

@@ -2,7 +2,7 @@
 """Tags of a folder: complete or not, in an order without clocks; saved, pruned and interrupted."""
 
 import os
-import shutil
+from contextlib import suppress
 
 import pytest
 from fault_worker import Counter, Interrupted, killed_at
@@ -145,23 +145,24 @@ def test_prune_never_deletes_the_last_complete_tag_or_what_it_does_not_know(tmp_
         tags.prune(tmp_path, 0)
 
 
-def comes_to_its_end(function, stop_after):
-    """Run until so many changes of the disk have been made; return whether it came to its end."""
-    try:
-        with killed_at(Counter(stop_after, kills=False)):
-            function()
-    except Interrupted:
-        return False
-    return True
-
-
-def test_prune_that_is_interrupted_anywhere_leaves_no_seemingly_whole_tag(tmp_path):
+def interrupted(tmp_path, function, *arguments, least):
+    """Yield folders of tags in which a function was interrupted before any change of the disk."""
     for stop_after in range(100):
-        folder = tmp_path / str(stop_after)
+        folder, ended = tmp_path / str(stop_after), False
         folder.mkdir()
         for tag in "ab":
             save(folder, tag)
-        ended = comes_to_its_end(lambda f=folder: tags.prune(f, 1), stop_after)
+        with suppress(Interrupted), killed_at(Counter(stop_after, kills=False)):
+            function(folder, *arguments)
+            ended = True
+        yield folder
+        if ended:
+            break
+    assert ended and stop_after > least
+
+
+def test_prune_that_is_interrupted_anywhere_leaves_no_seemingly_whole_tag(tmp_path):
+    for folder in interrupted(tmp_path, tags.prune, 1, least=5):
         assert complete(folder)[-1] == "b"
         if (folder / "a").exists() and states(folder)["a"] != INCOMPLETE:
             # Untouched, or an empty folder, about to go.
@@ -170,25 +171,13 @@ def test_prune_that_is_interrupted_anywhere_leaves_no_seemingly_whole_tag(tmp_pa
         save(folder, "c")
         tags.prune(folder, 1)
         assert complete(folder) == ["c"]
-        if ended:
-            break
-    assert ended and stop_after > 5
 
 
 def test_save_that_is_interrupted_anywhere_is_whole_or_not_complete(tmp_path):
-    for stop_after in range(100):
-        folder = tmp_path / str(stop_after)
-        folder.mkdir()
-        save(folder, "a")
-        save(folder, "b", b"old")
-        ended = comes_to_its_end(lambda f=folder: save(f, "b", b"new!"), stop_after)
+    for folder in interrupted(tmp_path, save, "b", b"new!", least=10):
         for tag in tags.complete_tags(folder):
             verify(folder / tag.name)
         assert states(folder)["b"] in (COMPLETE, INCOMPLETE)
         assert tags.read_latest(folder) == "b"
         save(folder, "b", b"newest")
         assert (folder / "b/deep/states.pt").read_bytes() == b"newest"
-        shutil.rmtree(folder)
-        if ended:
-            break
-    assert ended and stop_after > 10

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from damages import edited
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from fragments import fragments_in
 from moment_samples import flipped_in
@@ -106,13 +107,7 @@ def state_in(content):
 
 def changed(change):
     """Return what changes the state in a file by a function."""
-
-    def damage(file):
-        content = torch.load(file, weights_only=False)
-        change(state_in(content))
-        torch.save(content, file)
-
-    return damage
+    return edited(lambda content: change(state_in(content)))
 
 
 def set_nan(state):
@@ -164,9 +159,7 @@ class StageByName:
 
 def test_stage_of_zero_that_is_pickled_by_name_is_read(zero):
     for file in state_files(zero):
-        found = torch.load(file, weights_only=False)
-        found["optimizer_state_dict"]["zero_stage"] = StageByName()
-        torch.save(found, file)
+        edited(lambda held: held["optimizer_state_dict"].update(zero_stage=StageByName()))(file)
     assert open_checkpoint(zero).facts().stage == 2
 
 

@@ -8,18 +8,18 @@ from itertools import pairwise
 import pytest
 import torch
 from convert_worker import error_of_load, settings, visit
+from damages import edited
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.utils import safe_get_full_optimizer_state
 from places import GOLDEN
 from universal_cuts import check_moments, convert, decoded, joined, travel
-from zero_worker import MOMENTS, Bag, base_optimizer
+from zero_worker import BF16_MASTERS, MOMENTS, Bag, base_optimizer
 
 from zero8.checkpoint.commands import convert as command
 from zero8.checkpoint.write.universal_writer import MODEL_FILES
 from zero8.spec.algorithms import ELEMENTWISE
 
 STEPS = ((0, 1), (2,))
-BF16_MASTERS = {"bf16_master_weights_and_grads": True}
 FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
 PRECISIONS = {
     "BF16_Optimizer": settings(1, dtype={}) | FP32_GRADIENTS,
@@ -139,12 +139,6 @@ def test_universal_checkpoint_that_does_not_fit_is_refused(standing_ranks, tmp_p
 # --- What is kept beside states and weights ------------------------------------------------------
 
 
-def edited(path, edit):
-    held = torch.load(path, weights_only=False)
-    edit(held)
-    torch.save(held, path)
-
-
 def test_convert_to_zero_keeps_what_a_resume_reads(tmp_path):
     """The client state, the scheduler and the loss scale; what is of unknown classes is named."""
     shutil.copytree(GOLDEN / "zero2_checkpoint", tmp_path / "in")
@@ -157,9 +151,9 @@ def test_convert_to_zero_keeps_what_a_resume_reads(tmp_path):
         "sampler": {"order": torch.arange(5), "seen": {1, 2}, "names": [("a", None)]},
     }
     lost = {"args": {"nested": [Namespace(lr=0.1)]}}
-    edited(tag / "mp_rank_00_model_states.pt", lambda held: held.update(kept | lost))
+    edited(lambda held: held.update(kept | lost))(tag / "mp_rank_00_model_states.pt")
     for path in tag.glob("*_optim_states.pt"):
-        edited(path, lambda held: held["optimizer_state_dict"].update(loss_scaler=scaler))
+        edited(lambda held: held["optimizer_state_dict"].update(loss_scaler=scaler))(path)
     result = command.convert(tmp_path / "in", tmp_path / "out", "zero")
     assert [note for note in result["notes"] if "'args'" in note and "argparse.Namespace" in note]
     for name in MODEL_FILES:

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from damages import cut, flip
 from deepspeed.utils import groups
 from full_disk import file_size_limit
 from log_lines import warned
@@ -27,17 +28,6 @@ from zero8.files.tags import locked, seal, verify
 
 RANK = int(os.environ.get("RANK", 0))
 RANK_1 = "*pp_rank_1_*optim*"
-
-
-def flip(path):
-    """Flip one bit in the middle of a file."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def cut(path):
-    os.truncate(path, path.stat().st_size - 7)
 
 
 def names(text):

@@ -102,8 +102,8 @@ def test_cuda_optimizer_parameters_of_two_devices_step_in_a_launch_each(gpu, mon
 # --- Non-finite gradients ------------------------------------------------------------------------
 
 
-def step_with_nan(params, optimizer, number=0) -> None:
-    set_grads(params, number)
+def step_with_nan(params, optimizer) -> None:
+    set_grads(params, 0)
     params[2].grad[3, 5] = torch.nan
     params[2].grad[30, 5] = torch.inf
     optimizer.step()

@@ -9,6 +9,7 @@ from fsdp_worker import whole
 from muon_sharded import by_rows, resumed, run, sharded, through
 from muon_worker import LATE, OPTIONS, SHAPES, STEPS, Known, alone, optimizer_of, results, wrong
 from nests import assert_same, difference
+from params import each
 from ranks import error_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -94,9 +95,7 @@ STEPPED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (STEPPED[n][0] > 2)) for n in STEPPED]
-)
+@each(STEPPED, [name for name in STEPPED if STEPPED[name][0] > 2])
 def test_fsdp2_muon_steps_are_those_of_one_process(name, standing_ranks):
     world_size, options = STEPPED[name]
     expected = alone(late=options.get("late", ""))

@@ -11,6 +11,7 @@ import torch
 from fsdp_faults import REFUSED
 from fsdp_placements import CASES, ON_FOUR
 from nests import assert_same
+from params import each
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -18,18 +19,10 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 # --- Steps ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CASES)
+@each(ranks.EVERY, ON_FOUR)
 def test_distributed_parameters_step_with_the_bits_of_one_process(name, standing_ranks):
     expected = ranks.stepped(name, alone=True)
-    for got in standing_ranks(2).run(ranks.stepped, name=name):
-        assert_same(got, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ON_FOUR)
-def test_distributed_parameters_on_four_ranks_step_with_the_bits_of_one(name, standing_ranks):
-    expected = ranks.stepped(name, alone=True)
-    for got in standing_ranks(4).run(ranks.stepped, name=name):
+    for got in standing_ranks(4 if name in ON_FOUR else 2).run(ranks.stepped, name=name):
         assert_same(got, expected)
 
 

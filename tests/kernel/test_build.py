@@ -50,14 +50,7 @@ def test_copy_of_a_built_folder_that_is_read_only_loads_without_compiler(forks, 
     assert done.stdout.splitlines()[-1].startswith(f"stepped with {whole}")
 
 
-WITHOUT_DEEPSPEED = """
-import sys
-class NoDeepSpeed:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "deepspeed":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, NoDeepSpeed())
-
+USE = """
 import io, torch, zero8
 from zero8 import cli
 
@@ -89,7 +82,7 @@ assert not any(name.startswith("deepspeed") for name in sys.modules)
 
 
 def test_without_deepspeed_it_steps_saves_loads_and_doctor_has_one_line_about_it(forks, whole):
-    done = forks.run(WITHOUT_DEEPSPEED, TORCH_EXTENSIONS_DIR=str(whole))
+    done = forks.run(processes.without("deepspeed") + USE, TORCH_EXTENSIONS_DIR=str(whole))
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if "deepspeed" in line.lower()]
     assert [line.split()[:3] for line in lines] == [["deepspeed", "not", "installed;"]]

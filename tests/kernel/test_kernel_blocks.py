@@ -42,10 +42,10 @@ def test_kernel_step_writes_nothing_beside_its_segment(codec, dtype, steppers):
     """Neighbours in the same buffers belong to other threads: 100 elements on both sides."""
     places = [Place((3, 300), 256, 299, numel) for numel in (1, 15, 17, 63, 255)]
     places += [Place((3, 300), 256, 296, numel) for numel in (7, 8, 9, 31)]
-    for name, place in itertools.product(steppers, [*places, Place((60, 5), 256, 0, 300)]):
+    for place in [*places, Place((60, 5), 256, 0, 300)]:
         segment = make(codec, place, scalars_at(1, ADAMW), dtype)
         segment.grad.copy_(gradient(0, place.numel, seed=place.numel))
-        assert_steps_inside(segment, steppers[name], steppers[name], f"{name}, {place}")
+        assert_steps_inside(segment, kernel_steps.step, steppers, str(place))
 
 
 # --- Non-finite gradients ------------------------------------------------------------------------

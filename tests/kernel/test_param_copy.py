@@ -7,9 +7,8 @@ import torch
 from segments import (
     CODEC_NAMES,
     Place,
-    assert_same,
+    assert_steps_inside,
     copied,
-    framed_copy,
     gradient,
     make,
     scalars_at,
@@ -53,14 +52,9 @@ def test_kernel_copy_of_any_place_equals_reference_and_stays_inside(codec, dtype
         made = make(codec, place, scalars_at(1, ADAM), param_dtype, grad_dtype)
         segment = with_copy(made, dtype)
         segment.grad.copy_(gradient(0, place.numel, seed=3))
-        wanted, followers = copied(segment), {isa: framed_copy(segment) for isa in kernel.isas()}
-        reference.step(wanted)
-        assert torch.equal(wanted.copy, wanted.param.to(dtype))
-        for isa, (mine, frames) in followers.items():
-            kernel_steps.step([mine], isa=isa, num_threads=3)
-            assert_same(mine, wanted, isa)
-            for frame in frames.values():
-                assert (frame[:100] == 77).all() and (frame[-100:] == 77).all()
+        steppers = kernel_steps.on_every_isa(num_threads=3)
+        assert_steps_inside(segment, lambda ones: reference.step(*ones), steppers, str(place))
+        assert torch.equal(segment.copy, segment.param.to(dtype))
 
 
 @DTYPES

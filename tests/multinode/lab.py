@@ -63,9 +63,8 @@ def missing() -> str | None:
     """Return what this machine lacks for hosts, None if it is nothing."""
     if os.geteuid() != 0:
         return "hosts in network namespaces need root"
-    lacking = [package for tool, package in TOOLS.items() if not _which(tool)]
-    if lacking:
-        return f"no hosts in network namespaces: apt-get install {' '.join(lacking)}"
+    if lacking := packages_without(TOOLS):
+        return f"no hosts in network namespaces: apt-get install {lacking}"
     name = f"z8probe{os.getpid()}"
     probe = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     if probe.returncode:
@@ -74,7 +73,13 @@ def missing() -> str | None:
     return None
 
 
-def _which(tool: str) -> str | None:
+def packages_without(tools: dict[str, str]) -> str:
+    """Return the packages of the programs that this machine lacks."""
+    return " ".join(package for tool, package in tools.items() if not which(tool))
+
+
+def which(tool: str) -> str | None:
+    """Return the path of a program, of the superuser's too."""
     return shutil.which(tool, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 
 
@@ -207,7 +212,7 @@ class Lab:
         # Each host has a /tmp of its own: without the ops that are built it would build its own.
         needed = [path for path in (REPOSITORY, build.cache_root()) if path.exists()]
         kept = shlex.join(str(path) for path in needed if path.is_relative_to("/tmp"))
-        boot = BOOT.format(name=host, folder=self.folder, kept=kept, sshd=_which("sshd"))
+        boot = BOOT.format(name=host, folder=self.folder, kept=kept, sshd=which("sshd"))
         self._on_switch("link", "set", self._port(host), "up")
         with open(self.folder / f"{host}.sshd.log", "wb") as log:
             self._processes[host] = subprocess.Popen(

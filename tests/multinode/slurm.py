@@ -7,7 +7,7 @@ import subprocess
 import time
 from contextlib import suppress
 
-from lab import Lab
+from lab import Lab, packages_without, which
 
 TOOLS = {"slurmctld": "slurm-wlm", "munged": "munge"}
 
@@ -39,12 +39,8 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 def missing() -> str | None:
     """Return what this machine lacks for Slurm, None if it is nothing."""
-    lacking = [package for tool, package in TOOLS.items() if not _program(tool)]
-    return f"no Slurm: apt-get install {' '.join(lacking)}" if lacking else None
-
-
-def _program(name: str) -> str | None:
-    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    lacking = packages_without(TOOLS)
+    return f"no Slurm: apt-get install {lacking}" if lacking else None
 
 
 class Slurm:
@@ -74,12 +70,12 @@ class Slurm:
         (folder / "munge.key").write_bytes(os.urandom(1024))
         (folder / "munge.key").chmod(0o400)
         files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "log", "pid", "seed")]
-        munged = [_program("munged"), "--force", "-F", f"--socket={folder}/munge.sock", *files]
+        munged = [which("munged"), "--force", "-F", f"--socket={folder}/munge.sock", *files]
         self._run(lab, lab.hosts[0], "munged", munged)
-        self._run(lab, lab.hosts[0], "slurmctld", [_program("slurmctld"), "-D"])
+        self._run(lab, lab.hosts[0], "slurmctld", [which("slurmctld"), "-D"])
         for host in lab.hosts:
             # Where it looks for control groups there are none, and it wants a mounted folder.
-            daemon = f"mount -t tmpfs none /sys/fs/cgroup; exec {_program('slurmd')} -D -N {host}"
+            daemon = f"mount -t tmpfs none /sys/fs/cgroup; exec {which('slurmd')} -D -N {host}"
             self._run(lab, host, f"slurmd.{host}", ["bash", "-c", daemon])
         deadline = time.monotonic() + 30
         while self._idle(lab) < len(lab.hosts):

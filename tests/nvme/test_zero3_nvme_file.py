@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from damages import edited
 from full_disk import file_size_limit
 from moment_samples import NUMEL, moment
 from nests import difference
@@ -57,17 +58,6 @@ def test_zero3_nvme_file_restores_every_bit_of_a_state(path, codec, correction, 
         assert found[which].store.codec == state[which].store.codec
 
 
-def changed(change):
-    """Damage what has been read of a file, as a disk would that returns other bytes."""
-
-    def damage(path):
-        saved = torch.load(path, weights_only=True)
-        change(saved)
-        torch.save(saved, path)
-
-    return damage
-
-
 def cut_to(size):
     def damage(path):
         with open(path, "r+b") as file:
@@ -95,17 +85,17 @@ def flip_a_correction(saved):
 
 
 DAMAGES = {
-    "code": (changed(flip_a_code), "exp_avg of .* the file is damaged"),
-    "runs exchanged": (changed(exchange_runs), "exp_avg_sq of .* the file is damaged"),
-    "correction": (changed(flip_a_correction), "its hash is wrong"),
-    "step": (changed(lambda saved: saved.update(step=8)), "its hash is wrong"),
-    "memory": (changed(lambda saved: saved.update(history=0.5)), "its hash is wrong"),
-    "header": (changed(lambda saved: saved["exp_avg"][HEADER].update(written=False)), "its hash"),
+    "code": (edited(flip_a_code), "exp_avg of .* the file is damaged"),
+    "runs exchanged": (edited(exchange_runs), "exp_avg_sq of .* the file is damaged"),
+    "correction": (edited(flip_a_correction), "its hash is wrong"),
+    "step": (edited(lambda saved: saved.update(step=8)), "its hash is wrong"),
+    "memory": (edited(lambda saved: saved.update(history=0.5)), "its hash is wrong"),
+    "header": (edited(lambda saved: saved["exp_avg"][HEADER].update(written=False)), "its hash"),
     "version": (
-        changed(lambda saved: saved["exp_avg"][HEADER].update(version=9)),
+        edited(lambda saved: saved["exp_avg"][HEADER].update(version=9)),
         "format version 9, this zero8 reads 1",
     ),
-    "another's": (changed(lambda saved: saved.pop("hash")), "not a file of 8-bit"),
+    "another's": (edited(lambda saved: saved.pop("hash")), "not a file of 8-bit"),
     "list": (lambda path: torch.save([1], path), "not a file of 8-bit"),
     "begin": (overwrite, "damaged or cut short"),
     **{f"cut to {size}": (cut_to(size), "damaged or cut") for size in (0, 8, 4096, -4096, -1)},

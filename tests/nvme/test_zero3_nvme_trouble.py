@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from damages import cut
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -24,6 +25,7 @@ from needs import need_nvme
 from nests import assert_same, difference
 from nvme_worker import (
     BF16_MASTERS,
+    MUON,
     TowerWithAMatrix,
     held_everywhere,
     make_tower,
@@ -42,15 +44,10 @@ pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
 
 RANK = int(os.environ.get("RANK", 0))
 BEFORE, AFTER = 2, 2
-MUON = {"optimizer": "Muon8bitBlockwise", "adam_params": ["*embed*", "*outer*"]}
 
 
 def first_state_file(folder):
     return min(Path(folder).glob("zero8-*"))
-
-
-def cut(path):
-    os.truncate(path, path.stat().st_size - 4096)
 
 
 def zero_a_block(path):

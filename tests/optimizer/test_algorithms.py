@@ -160,7 +160,8 @@ def test_ademamix_beta3_comes_up_so_that_the_memory_grows_in_equal_steps():
     assert beta3_at(101, group) == beta3_at(1, {**group, "t_beta3": None}) == 0.9999
 
 
-ROUNDINGS = {"dither": Rounding.DITHER, "hash": Rounding.HASH, False: Rounding.NEAREST}
+ROUNDINGS = dict.fromkeys(("auto", "dither"), Rounding.DITHER)
+ROUNDINGS |= {"hash": Rounding.HASH, False: Rounding.NEAREST}
 
 
 @every

@@ -118,32 +118,21 @@ def moved_params(run, rest):
     return goes_on(run, rest)
 
 
-def moved_states(run, rest):
-    for state in run.optimizer.state.values():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                state[key] = value.clone()
-    return goes_on(run, rest)
-
-
-def moved_states_in_place(run, rest):
-    for state in run.optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                value.data = value.data.clone()
-    return goes_on(run, rest)
-
-
 def transposed(x):
-    return x.transpose(0, -1).contiguous().transpose(0, -1)
+    return x.transpose(0, -1).contiguous().transpose(0, -1) if x.ndim > 1 else x
 
 
-def transposed_states(run, rest):
-    state = run.optimizer.state[run.params["inner"]]
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.ndim > 1:
-            state[key] = transposed(value)
-    return goes_on(run, rest)
+def states(change):
+    """Return an event: a function, of a state, a key and its tensor, is called for all of these."""
+
+    def event(run, rest):
+        for state in run.optimizer.state.values():
+            for key, value in list(state.items()):
+                if isinstance(value, torch.Tensor):
+                    change(state, key, value)
+        return goes_on(run, rest)
+
+    return event
 
 
 def transposed_params(run, rest):
@@ -223,9 +212,9 @@ EVENTS = {
     "saved without names": (saved_without_names, ("adam", "corrected", "log6")),
     "deep copy": (lambda run, rest: goes_on(copy.deepcopy(run), rest), FLOATS),
     "pickle": (lambda run, rest: goes_on(pickle.loads(pickle.dumps(run)), rest), FLOATS),
-    "moved states": (moved_states, FEW),
-    "moved states in place": (moved_states_in_place, FEW),
-    "transposed states": (transposed_states, FEW),
+    "moved states": (states(lambda state, key, x: state.update({key: x.clone()})), FEW),
+    "moved states in place": (states(lambda _, __, x: setattr(x, "data", x.data.clone())), FEW),
+    "transposed states": (states(lambda state, key, x: state.update({key: transposed(x)})), FEW),
     "no gradients": (no_gradients, FEW),
     "threads": (on_threads, FEW),
     "moved parameters": (moved_params, FLOATS),

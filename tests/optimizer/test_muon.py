@@ -193,25 +193,18 @@ def marked() -> nn.Module:
     return made
 
 
+# The modules whose weights it takes.
 TAKEN = {
-    "names": (model, {}, {"inner.weight", "conv.weight"}),
-    "patterns": (
-        model,
-        {"adam_params": ["inner*", "co*"]},
-        {"embed_tokens.weight", "lm_head.weight"},
-    ),
-    "no patterns": (
-        model,
-        {"adam_params": []},
-        {"inner.weight", "lm_head.weight", "embed_tokens.weight", "conv.weight"},
-    ),
-    "attributes": (marked, {}, {"lm_head.weight"}),
+    "names": (model, {}, "inner conv"),
+    "patterns": (model, {"adam_params": ["inner*", "co*"]}, "embed_tokens lm_head"),
+    "no patterns": (model, {"adam_params": []}, "inner lm_head embed_tokens conv"),
+    "attributes": (marked, {}, "lm_head"),
 }
 
 
-@pytest.mark.parametrize(("make", "keywords", "expected"), TAKEN.values(), ids=TAKEN)
-def test_muon_takes_matrices_by_name_pattern_and_attribute(make, keywords, expected):
-    made = make()
+@pytest.mark.parametrize(("make", "keywords", "modules"), TAKEN.values(), ids=TAKEN)
+def test_muon_takes_matrices_by_name_pattern_and_attribute(make, keywords, modules):
+    made, expected = make(), {f"{name}.weight" for name in modules.split()}
     groups = Muon8bitBlockwise(made.named_parameters(), **keywords).param_groups
     found = {group["use_muon"]: set(group["param_names"]) for group in groups}
     assert found[True] == expected

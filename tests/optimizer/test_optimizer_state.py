@@ -233,8 +233,6 @@ def state_dict_of(optimizer_class, **keywords):
 
 FOREIGN = {
     "Lion from Adam": (LION, ADAM, "one of Adam8bitBlockwise"),
-    "Adam from Lion": (ADAM, LION, "one of Lion8bitBlockwise"),
-    "SGD from Lion": (SGD, LION, "one of Lion8bitBlockwise"),
     "Lion from AdamW": (LION, torch.optim.AdamW, "one of an fp32 Adam"),
     "AdEMAMix from Adam": (MIX, ADAM, "betas: got .* three numbers"),
     "Adam from AdEMAMix": (ADAM, MIX, "betas: got .* two numbers"),

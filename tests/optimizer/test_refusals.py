@@ -23,7 +23,6 @@ from zero8 import Adam8bitBlockwise, AdEMAMix8bitBlockwise, Muon8bitBlockwise, S
 from zero8.optimizer import check
 from zero8.optimizer.elementwise import OPTIMIZERS
 from zero8.spec.algorithms import ALGORITHMS
-from zero8.spec.segment import Rounding
 from zero8.state import keywords
 from zero8.state.tell import tell_once
 
@@ -89,7 +88,6 @@ TOGETHER = {
     "nesterov: got true with a dampening": (SGD, {"nesterov": True, "dampening": 0.5}),
     "t_beta3: got 5 .*beta1 above 0": (MIX, {"t_beta3": 5, "betas": (0.0, 0.9, 0.99)}),
     "fp32_params: .*pass model.named_parameters": (ADAM, {"fp32_params": ["*"]}),
-    r"pass model\.named_parameters\(\)": (MUON, {"adam_params": ("embed",)}),
 }
 
 
@@ -137,12 +135,6 @@ def test_option_of_another_library_is_refused_with_a_hint_and_the_valid_ones(key
     assert str(error.value).startswith(f"unknown parameter {key!r} for Adam8bitBlockwise.  {hint}")
     for valid in (*ADAM.algorithm.keywords, *keywords.OWN_KEYS, *keywords.NO_EFFECT_KEYS):
         assert valid in str(error.value)
-
-
-@pytest.mark.parametrize("value", keywords.ROUNDINGS)
-def test_option_of_rounding_values_are_known(value):
-    rounding = {"hash": Rounding.HASH, False: Rounding.NEAREST}.get(value, Rounding.DITHER)
-    assert ADAM([param(64, 64)], stochastic_rounding=value).settings.rounding == rounding
 
 
 def test_every_algorithm_has_an_optimizer_that_torch_knows_and_the_defaults_of_adam():

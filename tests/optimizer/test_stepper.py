@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_optimizers import named_params, param, set_grads
+from small_optimizers import named_params, param, run, set_grads
 
 import zero8
 from zero8.optimizer import stepper
@@ -23,21 +23,14 @@ def made():
     return params, zero8.Adam8bitBlockwise(params.items(), lr=1e-2)
 
 
-def step(params, optimizer, number, skip=()):
-    set_grads(params.values(), number)
-    for name in skip:
-        params[name].grad = None
-    optimizer.step()
-
-
 def test_states_and_parameters_that_are_dropped_are_freed_although_steps_have_seen_them():
     params, optimizer = made()
-    step(params, optimizer, 0)
+    run(optimizer, params.values(), 1, start=0)
     p, codes = (weakref.ref(x) for x in (params["a"], optimizer.state[params["a"]]["exp_avg_q8"]))
     optimizer.state.clear()
     gc.collect()
     assert codes() is None
-    step(params, optimizer, 1)
+    run(optimizer, params.values(), 1, start=1)
     assert optimizer.state[params["a"]]["step"] == 1
     optimizer.state.clear()
     optimizer.param_groups.clear()
@@ -49,12 +42,12 @@ def test_states_and_parameters_that_are_dropped_are_freed_although_steps_have_se
 def test_state_restored_in_place_continues_its_own_dither():
     """The identity in `format` decides the thresholds; copying into the tensors moves nothing."""
     params, optimizer = made()
-    step(params, optimizer, 0)
+    run(optimizer, params.values(), 1, start=0)
     optimizer.state[params["c"]]["format"][4] += 12345
     fresh, other = copy.deepcopy((params, optimizer))
     for number in (1, 2):
-        step(params, optimizer, number)
-        step(fresh, other, number)
+        run(optimizer, params.values(), 1, start=number)
+        run(other, fresh.values(), 1, start=number)
     assert torch.equal(params["c"], fresh["c"])
     for which in ("exp_avg_q8", "exp_avg_sq_q8"):
         mine, theirs = (o.state[ps["c"]][which] for o, ps in ((optimizer, params), (other, fresh)))
@@ -64,16 +57,15 @@ def test_state_restored_in_place_continues_its_own_dither():
 @pytest.mark.parametrize("rows", [32, 128])
 def test_parameter_that_changes_its_size_raises(rows):
     params, optimizer = made()
-    step(params, optimizer, 0)
+    run(optimizer, params.values(), 1, start=0)
     params["a"].data = torch.zeros(rows, 100)
     with pytest.raises(ValueError, match=f"a: got a parameter of {100 * rows} elements, its state"):
-        step(params, optimizer, 1)
+        run(optimizer, params.values(), 1, start=1)
 
 
 def test_steady_step_passes_few_python_files():
     params, optimizer = made()
-    for number in range(3):
-        step(params, optimizer, number)
+    run(optimizer, params.values(), 3)
     set_grads(params.values(), 3)
     folder, calls = str(Path(zero8.__file__).parent), []
 
@@ -95,7 +87,7 @@ def test_parts_of_the_parameters_that_step_in_turns_keep_their_plans(monkeypatch
     for number in range(3):
         for names in (("a",), ("b", "c")):
             optimizer.param_groups[0]["params"] = [params[name] for name in names]
-            step(params, optimizer, number)
+            run(optimizer, params.values(), 1, start=number)
     assert len(plans) == 2
 
 

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from small_optimizers import param, required_by, run
+from small_optimizers import joined, param, required_by, run
 from torch import nn
 
 from zero8 import Adam8bitBlockwise
@@ -40,11 +40,6 @@ WRITES = {
     "neg_": lambda p: p.neg_(),
     "one element": lambda p: p.view(-1)[::44].add_(1),  # or a few of each block: short ones have 44
 }
-
-
-def joined(p, correction):
-    bits = (p.view(torch.int16).to(torch.int32) << 16) + (correction.to(torch.int32) << 8)
-    return bits.view(torch.float32)
 
 
 def optimizer_made(name):

@@ -4,24 +4,15 @@
 import pytest
 import torch
 from forks import Forks
+from processes import without
 
 import zero8
 from zero8 import cli
 from zero8.checkpoint.commands.command import HELP
 from zero8.environment import extras
 
-# No package of an extra can be imported in this process and its forks.
-BASE_ONLY = f"""
-import sys
-
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {set(extras.EXTRAS)!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-
-sys.meta_path.insert(0, Refuse())
-import torch.distributed.checkpoint  # for seconds, which each fork would take
-"""
+# Of the process and its forks; the import takes seconds, which each fork would.
+BASE_ONLY = f"{without(*extras.EXTRAS)}import torch.distributed.checkpoint"
 CLI = "import sys; from zero8 import cli; sys.exit(cli.main())"
 COMMANDS = ["", "doctor", "plan", "bench", "checkpoint", *(f"checkpoint {name}" for name in HELP)]
 

@@ -10,7 +10,7 @@ import torch
 from page_locked import page_locked
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from zero_worker import base_optimizer, config, make_engine, take_step
+from zero_worker import BF16_MASTERS, base_optimizer, config, make_engine, take_step
 
 import zero8
 from benchmarks.states import state_bytes
@@ -88,12 +88,8 @@ def _held_by_engine(ds_config, memory):
     return found
 
 
-def held_by_fsdp2(cases):
-    """Return, by case, the bytes that this rank holds of each kind of thing after a step."""
-    return {name: _held_by_fsdp2(*case) for name, case in cases.items()}
-
-
-def _held_by_fsdp2(dtype, settings):
+def held_by_fsdp2(dtype, settings):
+    """Return the bytes that this rank holds of each kind of thing after a step."""
     join_ranks()
     model = Stack().to(dtype)
     for layer in model.layers:
@@ -166,7 +162,6 @@ def nbytes(tensors: list[Tensor]) -> int:
 
 # --- The plan ------------------------------------------------------------------------------------
 
-BF16_MASTERS = {"bf16_master_weights_and_grads": True}
 # Stage, offload, section of bf16, optimizer, accumulation steps, weight_correction_bits, offload of
 # parameters, and whether all else is page-locked.
 CASES = {
@@ -242,13 +237,12 @@ FSDP2 = {
 }
 
 
-def test_plan_of_fsdp2_is_exactly_what_its_first_rank_holds(standing_ranks):
-    held, _ = standing_ranks(2).run(held_by_fsdp2, cases=FSDP2)
-    for dtype in FSDP2:
-        rows = rows_of(
-            model_of(Stack()), Setup("fsdp2", dtype=dtype, world_size=2, page_locks=False)
-        )
-        assert held[dtype] == {row.what: row.zero8_bytes for row in rows}, dtype
+@pytest.mark.parametrize("name", FSDP2)
+def test_plan_of_fsdp2_is_exactly_what_its_first_rank_holds(name, standing_ranks):
+    dtype, settings = FSDP2[name]
+    held, _ = standing_ranks(2).run(held_by_fsdp2, dtype=dtype, settings=settings)
+    setup = Setup("fsdp2", dtype=name, world_size=2, page_locks=False)
+    assert held == {row.what: row.zero8_bytes for row in rows_of(model_of(Stack()), setup)}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

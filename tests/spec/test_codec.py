@@ -2,11 +2,10 @@
 """The four moment codes, element by element; tests/spec/test_codec_blocks.py has whole blocks."""
 
 import hashlib
-import sys
 
 import pytest
 import torch
-from processes import run
+from processes import python
 
 from zero8.spec import arithmetic as ieee
 from zero8.spec import dither
@@ -167,5 +166,5 @@ def test_dynamic_map_equals_that_of_bitsandbytes(which, digest):
 
 
 def test_dynamic_map_is_the_same_where_torch_computes_without_fma():
-    done = run([sys.executable, "-c", PRINT_DIGESTS], ATEN_CPU_CAPABILITY="default")
+    done = python(PRINT_DIGESTS, ATEN_CPU_CAPABILITY="default")
     assert done.stdout.split() == list(DIGESTS.values()), done.stderr

@@ -71,16 +71,10 @@ def test_health_of_one_of_several_ranks_says_whose_it_is(monkeypatch):
     assert all(name.startswith("zero8/rank1/") for name in names)
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """Have each look at the clock take a second."""
-    ticks = itertools.count()
+def test_reports_come_at_every_nth_step_with_the_mean_time_of_a_step_since_the_last(monkeypatch):
+    """Each look at the clock takes a second."""
+    ticks, optimizer = itertools.count(), stepped()
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
-    return ticks
-
-
-def test_reports_come_at_every_nth_step_with_the_mean_time_of_a_step_since_the_last(clock):
-    optimizer = stepped()
     reports, params = Reports(optimizer, 3), optimizer.param_groups[0]["params"]
     found = []
     for step in range(1, 7):

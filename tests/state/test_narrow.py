@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from moment_samples import MOMENTS, spread_values
+from test_extent import whole_piece
 
 from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS, dequantize, quantize
@@ -15,7 +16,6 @@ from zero8.spec.packing import packed, unpacked
 from zero8.state import narrow
 from zero8.state.extent import Extent
 from zero8.state.store import MomentStore
-from zero8.state.table import Piece
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 every_code = pytest.mark.parametrize(
@@ -110,14 +110,9 @@ def decoded(code, codes, scales):
 # --- Groups that nobody cuts ----------------------------------------------------------------------
 
 
-def whole(shape, block_size):
-    """Return a parameter as a piece."""
-    return Piece(0, math.prod(shape), 0, shape, 7, block_size, "p")
-
-
 def grouped(code, codes, scales, extent, block_size):
     """Call `narrow.grouped` with codes as they are stored, and return them a byte each."""
-    parameter, numel = whole(extent.shape, block_size), codes.numel()
+    parameter, numel = whole_piece(extent.shape, block_size), codes.numel()
     place = parameter.grid, extent.offset[0] * math.prod(extent.shape[1:])
     row_bytes = place[0].units_per_row(code.bits) * UNITS[code.bits].num_bytes
     stored = packed(codes.flatten(), *place, code.bits).view(len(codes), row_bytes)
@@ -129,7 +124,7 @@ def grouped(code, codes, scales, extent, block_size):
 @every_code
 def test_scales_of_rows_are_those_of_their_groups(codec, which, shape, block_size, begin, end):
     extent, code = part(shape, begin, end), CODECS[codec].code_of(ADAM.moment(which))
-    table = extent.table(whole(shape, block_size))
+    table = extent.table(whole_piece(shape, block_size))
     store = MomentStore.zeros(CODECS[codec], ADAM.moment(which), table)
     store.write(0, values_of(which, shape, begin, end))
     codes, scales = encoded_apart(code, which, shape, block_size, (begin, end), 1.0)

@@ -6,7 +6,6 @@ from zero8.state.policy import Policy
 
 DECISIONS = {
     "linear": ((33, 200), True, "33 rows x 1 blocks"),
-    "wide linear": ((64, 700), True, "64 rows x 3 blocks"),
     "experts": ((5, 12, 300), True, "60 rows x 2 blocks"),
     "large conv": ((64, 16, 3, 3), True, "64 rows x 1 blocks"),
     "exactly 4096 elements": ((64, 64), True, "64 rows x 1 blocks"),
@@ -14,7 +13,6 @@ DECISIONS = {
     "vector": ((50_000,), False, "1-dimensional"),
     "empty": ((0, 5000), False, "0 elements, fewer than min_8bit_size"),
     "depthwise conv": ((4000, 1, 3, 3), True, "143 blocks of 28 rows"),
-    "one element per row": ((5000, 1), True, "20 blocks of 256 rows"),
     "few narrow rows": ((400, 8), False, "3200 elements, fewer than min_8bit_size"),
 }
 

@@ -2,7 +2,7 @@
 """A model with parameters of every kind, whose gradients are the same in every framework."""
 
 import torch
-from fsdp_worker import whole
+from fsdp_worker import run, whole
 from torch import Tensor, nn
 from zero_worker import Bag, pattern
 
@@ -62,13 +62,6 @@ def named_groups(model: nn.Module, only: set[str] | None = None, groups=GROUPS) 
     ]
 
 
-def run(model: nn.Module, optimizer, steps) -> None:
-    for step in steps:
-        model(step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def results(model: nn.Module, optimizer) -> dict[str, dict]:
     """Return by parameter values and moments in float32, whole, in copies."""
     states = zero8.export(optimizer)["state"]
@@ -90,7 +83,7 @@ def train(dtype=torch.float32, groups_of=named_groups, **keywords):
     """Return a model and its optimizer after `SAVED_AFTER` steps of one process."""
     model = Mixed(dtype)
     optimizer = Adam8bitBlockwise(groups_of(model), **keywords)
-    run(model, optimizer, range(SAVED_AFTER))
+    run(model, optimizer, 0, SAVED_AFTER)
     return model, optimizer
 
 

@@ -4,12 +4,11 @@
 from pathlib import Path
 
 import torch
-from convert_model import SAVED_AFTER, STEPS, Mixed, named_groups, results, run, unnamed_groups
-from fsdp_checkpoints import content_of
-from fsdp_worker import start
+from convert_model import SAVED_AFTER, STEPS, Mixed, named_groups, results, unnamed_groups
+from fsdp_checkpoints import content_of, read
+from fsdp_worker import run, start
 from ranks import error_of
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from zero_worker import base_optimizer, config, held, make_engine, take_step
@@ -79,7 +78,7 @@ def save_dcp(jobs: list[dict], folder: Path) -> None:
     for job in jobs:
         name = job.pop("name")
         model, optimizer = sharded(**job)
-        run(model, optimizer, range(SAVED_AFTER))
+        run(model, optimizer, 0, SAVED_AFTER)
         content = content_of(model, optimizer)
         dcp.save(content, checkpoint_id=folder / name)
 
@@ -92,16 +91,9 @@ def load_dcp(jobs: list[dict]) -> list[dict]:
         with torch.no_grad():
             for p in model.parameters():
                 p.zero_()
-        content = content_of(model, optimizer)
-        dcp.load(content, checkpoint_id=job["source"])
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=content["model"],
-            optim_state_dict=content["optimizer"],
-        )
+        read(model, optimizer, job["source"])
         loaded = results(model, optimizer)
-        run(model, optimizer, range(SAVED_AFTER, STEPS))
+        run(model, optimizer, SAVED_AFTER, STEPS)
         groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         stepped = results(model, optimizer)
         found.append({"loaded": loaded, "stepped": stepped, "groups": groups})

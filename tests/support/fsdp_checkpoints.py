@@ -171,10 +171,8 @@ def save_sharded(folder: Path) -> dict:
     return results(model, optimizer)
 
 
-def load_plain(path: Path) -> dict:
-    """Load a checkpoint, a folder of DCP's or a file, in this process; return `results`."""
-    model = Weights()
-    optimizer = optimizer_of(model, LAYOUTS["float32"])
+def read(model: nn.Module, optimizer, path: Path) -> None:
+    """Load a checkpoint, a folder of DCP's or a file."""
     content = content_of(model, optimizer)
     if path.is_dir():
         dcp.load(content, checkpoint_id=path)
@@ -182,4 +180,11 @@ def load_plain(path: Path) -> dict:
         content = torch.load(path, weights_only=True)
     parts = {"model_state_dict": content["model"], "optim_state_dict": content["optimizer"]}
     set_state_dict(model, optimizer, **parts)
+
+
+def load_plain(path: Path) -> dict:
+    """Load a checkpoint in this process; return `results`."""
+    model = Weights()
+    optimizer = optimizer_of(model, LAYOUTS["float32"])
+    read(model, optimizer, path)
     return results(model, optimizer)

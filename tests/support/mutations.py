@@ -26,6 +26,7 @@ import torch
 from fragments import fragments_in
 from moment_samples import NUMEL, PIECES, buffers, moment
 from places import GOLDEN
+from small_optimizers import bytes_of, named_params, param, run
 
 import zero8
 from zero8.checkpoint.read.open import open_checkpoint
@@ -44,41 +45,25 @@ LOADED, REFUSED, REFUSED_BY_TORCH = "loaded", "refused", "refused by torch"
 
 def plain_optimizer():
     """Return parameters and an optimizer that has not stepped."""
-    torch.manual_seed(1)
-    named = [(name, torch.nn.Parameter(torch.randn(shape))) for name, shape in SHAPES.items()]
-    return [p for _, p in named], zero8.Adam8bitBlockwise(named, lr=1e-2, min_8bit_size=100)
+    named = named_params(SHAPES)
+    return [*named.values()], zero8.Adam8bitBlockwise(named.items(), lr=1e-2, min_8bit_size=100)
 
 
 def zero_optimizer():
     """Return a flat partition and an optimizer that takes it for one of ZeRO's, without ZeRO."""
     _, optimizer = plain_optimizer()
-    flat = torch.nn.Parameter(torch.randn(NUMEL))
+    flat = param(NUMEL)
     optimizer.param_groups[0]["params"] = [flat]
     (kind,) = (kind for kind in optimizer.kinds if isinstance(kind, FlatPartition))
     kind.table = lambda p, numel=None: PieceTable(PIECES, NUMEL)
     return [flat], optimizer
 
 
-def take_steps(params, optimizer, count):
-    for number in range(count):
-        generator = torch.Generator().manual_seed(number)
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=generator)
-        optimizer.step()
-
-
 @cache
 def saved_state(make) -> dict:
     params, optimizer = make()
-    take_steps(params, optimizer, 3)
+    run(optimizer, params, 3)
     return copy.deepcopy(optimizer.state_dict())
-
-
-def contents_of(optimizer) -> bytes:
-    """Return all that a refused load must not change."""
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    return file.getvalue()
 
 
 def load_and_step(make, chance: random.Random) -> str:
@@ -86,18 +71,18 @@ def load_and_step(make, chance: random.Random) -> str:
     state_dict = copy.deepcopy(saved_state(make))
     damage_state_dict(state_dict, chance)
     params, optimizer = make()
-    take_steps(params, optimizer, 1)
-    before = contents_of(optimizer)
+    run(optimizer, params, 1)
+    before = bytes_of(optimizer.state_dict())  # all that a refused load must not change
     try:
         optimizer.load_state_dict(state_dict)
     except Exception as error:  # any but a refusal is raised again
         is_torchs = "/torch/optim/" in traceback.extract_tb(error.__traceback__)[-1].filename
         if not (is_torchs or isinstance(error, ValueError)):
             raise
-        if contents_of(optimizer) != before:
+        if bytes_of(optimizer.state_dict()) != before:
             return "changed by a refused load"
         return REFUSED if isinstance(error, ValueError) else REFUSED_BY_TORCH
-    take_steps(params, optimizer, 3)
+    run(optimizer, params, 3)
     return LOADED if all(p.isfinite().all() for p in params) else "weights are not finite"
 
 

@@ -7,6 +7,8 @@ import torch
 from zero_worker import base_optimizer, config, make_engine, moments_of, parameters_of, plain
 
 BF16_MASTERS = {"bf16_master_weights_and_grads": True}
+# Two matrices are Muon's, the third AdamW's.
+MUON = {"optimizer": "Muon8bitBlockwise", "adam_params": ["*embed*", "*outer*"]}
 
 
 class Tower(torch.nn.Module):

@@ -92,6 +92,18 @@ def wait_until(condition, seconds=60):
         time.sleep(0.02)
 
 
+def without(*packages) -> str:
+    """Return code after which these packages cannot be imported."""
+    return f"""
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {packages!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Missing())
+"""
+
+
 def python(code, seconds=120, **env):
     """Run Python code in a fresh process; see `run`."""
     return run([sys.executable, "-c", code], seconds, **env)

@@ -53,17 +53,27 @@ def run(optimizer, params, steps: int, start: int = 0) -> None:
         optimizer.step()
 
 
+def joined(p: torch.Tensor, correction: torch.Tensor) -> torch.Tensor:
+    """Return the 24-bit weights of `weight_correction_bits=8` in float32."""
+    bits = (p.view(torch.int16).to(torch.int32) << 16) + (correction.to(torch.int32) << 8)
+    return bits.view(torch.float32)
+
+
 def assert_equal(params, others) -> None:
     for number, (p, q) in enumerate(zip(params, others, strict=True)):
         assert torch.equal(p, q), f"parameter {number}"
 
 
+def bytes_of(contents, **options) -> bytes:
+    """Return a file of torch.save with these contents."""
+    file = io.BytesIO()
+    torch.save(contents, file, **options)
+    return file.getvalue()
+
+
 def through_file(contents):
     """Return what is read of a file with these contents."""
-    file = io.BytesIO()
-    torch.save(contents, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+    return torch.load(io.BytesIO(bytes_of(contents)), weights_only=True)
 
 
 def small_model(dtype: torch.dtype = FP32) -> nn.Sequential:

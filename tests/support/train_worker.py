@@ -2,8 +2,6 @@
 """Short runs of the demonstration job, on ranks that may have run something else before."""
 
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -24,12 +22,6 @@ SMALL = GPTConfig(context=32)
 DATA = str(ROOT / "zero8")
 
 
-@contextmanager
-def small_job(model: GPTConfig) -> Iterator[None]:
-    with patch.object(command, "VALIDATION_WINDOWS", 16), patch.dict(command.MODELS, demo=model):
-        yield
-
-
 def config_of(engine: str, optimizer: str) -> Path:
     """Return the config that launch/local.sh takes for an optimizer of a pair."""
     name = optimizer.removesuffix("8bitBlockwise").lower()
@@ -43,17 +35,15 @@ def row(
     out: str,
     save_every: int | None = None,
     resume: bool = False,
-    config: str | None = None,
     weights: str = FLOAT32,
     codec: str | None = None,
-    model: GPTConfig = SMALL,
 ) -> dict | None:
     """Return the measurements of a run, which is saved to a folder."""
-    path = Path(config or config_of(engine, optimizer))
+    path = config_of(engine, optimizer)
     arguments = dict(model="demo", weights=weights, seed=0, steps=steps, optimizer=optimizer)
     arguments |= dict(config=path, data=DATA, out=Path(out), save_every=save_every, resume=resume)
     Path(out).mkdir(parents=True, exist_ok=True)
-    with small_job(model):
+    with patch.object(command, "VALIDATION_WINDOWS", 16), patch.dict(command.MODELS, demo=SMALL):
         return command.train(Namespace(**arguments), load_config(path, optimizer, codec))
 
 

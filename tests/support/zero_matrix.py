@@ -104,14 +104,7 @@ CELLS = {
     "zero0_fp16": Cell(0, None, "fp16", "odd", options=CLIP, poisoned=3),
     "zero1_fp32": Cell(1, None, "fp32", "odd", zero=ROUND_ROBIN, options=GAS),
     "zero1_bf16": Cell(
-        1,
-        None,
-        "bf16",
-        "groups",
-        options=CLIP | TIMERS,
-        poisoned=3,
-        client_scheduler=True,
-        quick=True,
+        1, None, "bf16", "groups", options=CLIP, poisoned=3, client_scheduler=True, quick=True
     ),
     "zero1_accum32": Cell(
         1, None, "accum32", "odd", options=GAS | CLIP | WARMUP, poisoned=3, quick=True
@@ -125,7 +118,7 @@ CELLS = {
     "zero1_cpu_states": Cell(1, "cpu", "states", "odd", zero=ROUND_ROBIN),
     "zero1_cpu_fp16": Cell(1, "cpu", "fp16", "odd", options=GAS),
     "zero2_fp32": Cell(2, None, "fp32", "groups", zero=NO_SCATTER, options=CLIP | ONE_CYCLE),
-    "zero2_bf16": Cell(2, None, "bf16", "odd", options=GAS | CLIP, poisoned=3, quick=True),
+    "zero2_bf16": Cell(2, None, "bf16", "odd", options=GAS | CLIP | TIMERS, poisoned=3, quick=True),
     "zero2_accum32": Cell(2, None, "accum32", "groups", options=GAS),
     "zero2_masters": Cell(
         2, None, "masters", "odd", zero=ROUND_ROBIN, options=CLIP, client_scheduler=True

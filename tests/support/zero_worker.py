@@ -20,6 +20,11 @@ import zero8  # noqa: F401  registers the optimizer type
 leave_out_shared_memory()  # without LOCAL_SIZE it would not be called
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+BF16_MASTERS = {"bf16_master_weights_and_grads": True}
+# Options of `config` for other algorithms than Adam.
+LION = {"optimizer": "Lion8bitBlockwise"}
+SGD = {"optimizer": "SGD8bitBlockwise", "momentum": 0.9, "nesterov": True, "lr": 0.1}
+MIX = {"optimizer": "AdEMAMix8bitBlockwise", "t_alpha": 4, "t_beta3": 4}
 
 
 class Model(torch.nn.Module):

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import safe_get_full_fp32_param
 from moment_samples import MOMENTS, NUMEL, buffers, copies, flipped_in, is_plain, moment, same
-from processes import run
+from processes import run, without
+from small_optimizers import bytes_of, through_file
 from zero_worker import config, make_engine, train
 
 from zero8.deepspeed.moment_tensor import HEADER, MomentTensor, moment_of, with_moments
@@ -221,22 +222,11 @@ def test_deepcopy_of_a_state_keeps_moments_8bit_and_apart_from_the_original():
     assert copied["exp_avg"].dense().abs().max() > 0
 
 
-def saved(thing, **options):
-    file = io.BytesIO()
-    torch.save(thing, file, **options)
-    file.seek(0)
-    return file
-
-
-def pickled(x):
-    return pickle.loads(pickle.dumps(x))
-
-
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("which", MOMENTS)
 def test_save_and_load_with_weights_only_restores_every_byte(codec, which):
     x = moment(codec, which).to(torch.bfloat16)
-    y = with_moments(torch.load(saved({"exp_avg": x, "step": 3}), weights_only=True))["exp_avg"]
+    y = with_moments(through_file({"exp_avg": x, "step": 3}))["exp_avg"]
     assert isinstance(y, MomentTensor) and same(buffers(y), buffers(x))
     assert y.store.table == x.store.table
     assert (y.store.codec, y.store.name) == (x.store.codec, which)
@@ -277,7 +267,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
 def test_load_of_a_damaged_moment_is_refused(damage, message):
-    found = pickled(moment())
+    found = pickle.loads(pickle.dumps(moment()))
     damage(found)
     with pytest.raises(ValueError, match=message):
         moment_of(found)
@@ -288,7 +278,7 @@ def test_load_of_a_damaged_moment_is_refused(damage, message):
 def test_load_of_a_moment_with_a_flipped_bit_is_refused_by_its_name(number, is_legacy):
     """torch compares no CRCs."""
     which, x = "exp_avg", moment()
-    data = saved({which: x}, _use_new_zipfile_serialization=not is_legacy).getvalue()
+    data = bytes_of({which: x}, _use_new_zipfile_serialization=not is_legacy)
     data = flipped_in(data, buffers(x)[number])
     damaged = torch.load(io.BytesIO(data), weights_only=not is_legacy)
     message = f"moment {which} of 'layers.0.weight' and 2 more: its bytes .*; the file is damaged"
@@ -303,16 +293,8 @@ LAYOUTS = {
     "three": config(stage=3),
     "lion": config(stage=2, optimizer="Lion8bitBlockwise", dtype={}),
 }
-WITHOUT = """
-import runpy, sys
-
-class Missing:
-    def find_spec(self, name, *_):
-        if name.partition(".")[0] == "zero8":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Missing())
-import torch
+WEIGHTS = """
+import runpy, torch
 _, folder, *tags = sys.argv
 weights_of = runpy.run_path(f"{folder}/zero_to_fp32.py")["get_fp32_state_dict_from_zero_checkpoint"]
 for tag in tags:
@@ -335,7 +317,7 @@ def save_all(folder):
 
 def test_files_of_zero_give_their_weights_where_zero8_is_missing(standing_ranks, tmp_path):
     masters = standing_ranks(2).run(save_all, folder=str(tmp_path))[0]
-    command = [sys.executable, "-c", WITHOUT, str(tmp_path), *LAYOUTS]
+    command = [sys.executable, "-c", without("zero8") + WEIGHTS, str(tmp_path), *LAYOUTS]
     done = run(command, 120, TORCH_DEVICE_BACKEND_AUTOLOAD="0", DS_ACCELERATOR="cpu")
     assert done.returncode == 0, done.stderr
     # What this Python pickles DeepSpeed's enums by: their class; in Debian 12's 3.11.2 getattr.

@@ -11,8 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 from moment_samples import MOMENTS, buffers
-from mutations import contents_of, take_steps, zero_optimizer
+from mutations import zero_optimizer
 from nests import assert_same
+from small_optimizers import bytes_of, run
 
 from zero8.deepspeed.moment_tensor import MomentTensor
 from zero8.spec.adam import ADAM
@@ -122,12 +123,12 @@ def assign(optimizer, p, entries):
 
 def check_refused(optimizer, p, arrive, entries, message):
     """Check that nothing changes when entries arrive and a step is taken."""
-    good, before = optimizer.state[p], [p.detach().clone(), contents_of(optimizer)]
+    good, before = optimizer.state[p], [p.detach().clone(), bytes_of(optimizer.state_dict())]
     with pytest.raises(ValueError, match=message):
         arrive(optimizer, p, entries)
         optimizer.step()
     optimizer.state[p] = good
-    assert_same([p.detach().clone(), contents_of(optimizer)], before)
+    assert_same([p.detach().clone(), bytes_of(optimizer.state_dict())], before)
 
 
 def buffers_of(optimizer, p):
@@ -138,7 +139,7 @@ def buffers_of(optimizer, p):
 @pytest.mark.parametrize("name", CASES)
 def test_zero_state_is_fitted_as_if_it_were_written_or_refused(name, arrive):
     (p,), optimizer = zero_optimizer()
-    take_steps([p], optimizer, 1)
+    run(optimizer, [p], 1)
     change, *messages = CASES[name]
     entries = copy.deepcopy(optimizer.state[p])
     moments = change({which: entries.pop(which) for which in MOMENTS})
@@ -148,7 +149,7 @@ def test_zero_state_is_fitted_as_if_it_were_written_or_refused(name, arrive):
         check_refused(optimizer, p, arrive, entries, message)
         return
     (q,), twin = zero_optimizer()
-    take_steps([q], twin, 1)
+    run(twin, [q], 1)
     assert optimizer.state[p]["history"] < 53
     for which in MOMENTS:
         twin.state[q][which].copy_(entries[which].clone())
@@ -161,12 +162,12 @@ def test_zero_state_is_fitted_as_if_it_were_written_or_refused(name, arrive):
     assert p.isfinite().all() and optimizer.state[p]["step"] == 2
     assert all(isinstance(optimizer.state[p][which], MomentTensor) for which in MOMENTS)
     if arrive is assign and "dense" in name:  # else the codec is kept
-        assert torch.equal(p, q) and contents_of(optimizer) == contents_of(twin)
+        assert torch.equal(p, q) and bytes_of(optimizer.state_dict()) == bytes_of(twin.state_dict())
 
 
 def test_zero_partition_refuses_the_state_of_a_whole_parameter():
     (p,), optimizer = zero_optimizer()
-    take_steps([p], optimizer, 1)
+    run(optimizer, [p], 1)
     header = torch.tensor([1, 0, 0, 5, p.numel()])
     entries = {"step": 1, "history": 1.0, "format": header}
     entries |= {which: torch.zeros(p.numel()) for which in MOMENTS}

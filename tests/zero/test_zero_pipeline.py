@@ -10,7 +10,7 @@ from nests import assert_same
 from params import each
 from ranks import on_ranks
 from torch.nn import Linear
-from zero_worker import base_optimizer, config, make_engine, through_and_resumed
+from zero_worker import BF16_MASTERS, base_optimizer, config, make_engine, through_and_resumed
 
 from zero8 import Adam8bitBlockwise
 from zero8.environment.agree import gathered
@@ -19,7 +19,6 @@ NAME = "tied_modules.tied.weight"
 TIED, DOWN, UP = TiedLayerSpec("tied", Linear, 96, 96), (Linear, 96, 64), (Linear, 64, 96)
 # Two ranks to a stage.  Their boundary cuts a block of the weight in the first stage only.
 ACROSS, WITHIN = [TIED, DOWN, UP, TIED], [DOWN, UP, TIED, TIED]
-BF16_MASTERS = {"bf16_master_weights_and_grads": True}
 LAYOUTS = {
     "zero1 offload": config(stage=1),
     "no zero": config(stage=0, offload=None),

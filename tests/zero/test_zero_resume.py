@@ -17,6 +17,9 @@ from params import each
 from ranks import on_ranks
 from torch import nn
 from zero_worker import (
+    LION,
+    MIX,
+    SGD,
     Model,
     base_optimizer,
     batch,
@@ -33,9 +36,6 @@ from zero8.deepspeed import mapped, seams
 STEPS = 3
 CLIPPED = {"gradient_clipping": 1.0}
 MASTERS = {"bf16_master_weights_and_grads": True}
-LION = {"optimizer": "Lion8bitBlockwise"}
-SGD = {"optimizer": "SGD8bitBlockwise", "momentum": 0.9, "nesterov": True, "lr": 0.1}
-MIX = {"optimizer": "AdEMAMix8bitBlockwise", "t_alpha": 4, "t_beta3": 4}
 EMBEDDING = (67, 96)
 
 
