@@ -56,6 +56,7 @@ def test_export_of_a_small_parameter_has_its_float32_moments():
     [
         ("qmap1", torch.linspace(-1, 1, 256), "exp_avg: .*map"),
         ("absmax1", torch.ones(1), "exp_avg: got 1 scales"),
+        ("absmax2", None, "exp_avg_sq: got float32, expected .* as exp_avg has"),
     ],
 )
 def test_import_of_another_map_or_of_tensorwise_scales_is_refused(key, value, words):

@@ -117,6 +117,17 @@ def test_muon_learning_rates_have_the_ratio_of_adjust_lr_fn(shape):
     assert torch.equal(found["match_rms_adamw"], torch.tensor(0.2 * math.sqrt(256)) * direction)
 
 
+@pytest.mark.parametrize("fast", [{}, {"avx512_bf16": True}, {"amx_bf16": True}], ids=str)
+def test_muon_orthogonalizes_in_bfloat16_where_the_processor_computes_in_it(fast, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: fast)
+    ours, theirs = param(64, 64), param(64, 64)
+    for p, setting in ((ours, "auto"), (theirs, "bfloat16" if fast else "float32")):
+        optimizer = muon(p, ns_dtype=setting)
+        set_grads([p], 1)
+        optimizer.step()
+    assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("ns_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtypes", [(FP32, FP32), (FP32, BF16), (BF16, BF16)], ids=str)
 def test_muon_clipping_rounds_to_the_wider_type_of_weight_and_gradient(dtypes, ns_dtype):
