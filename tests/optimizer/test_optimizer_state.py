@@ -19,7 +19,7 @@ import zero8
 from zero8 import Adam8bitBlockwise, AdEMAMix8bitBlockwise, Lion8bitBlockwise, SGD8bitBlockwise
 from zero8.spec.adam import UNKNOWN_HISTORY
 from zero8.spec.codec import CODECS
-from zero8.state.tell import tell_once
+from zero8.state.tell import tell_of_reencoding, tell_once
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 SAVED = GOLDEN / "plain_state.pt"
@@ -150,6 +150,12 @@ def test_load_state_dict_into_another_form_quantizes_the_moments_and_logs_it_onc
         return
     (line,) = said
     assert "saved with {} and loaded with {}, the".format(*forms) in line
+
+
+def test_form_that_is_kept_is_not_logged(caplog):
+    """A flat state has several parameters, of which some may keep theirs."""
+    tell_of_reencoding((CODECS["log"], 256), (CODECS["log"], 256))
+    assert caplog.messages == []
 
 
 # --- The golden file ----------------------------------------------------------------------------
