@@ -34,6 +34,8 @@ COLUMNS = {
     "largest \\|u\\|": "largest_update",
     "moved at g = 0": "zero_grad_moved",
     "sqrt(v) over fp32's": "sqrt_v_bias",
+    "error of sqrt(v)": "sqrt_v_error",
+    "stalled": "stalled",
     "loss": "val_loss_mean",
     "minus fp32's": "difference_mean",
     "error of that": "difference_standard_error",

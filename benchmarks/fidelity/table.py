@@ -6,6 +6,7 @@ from dataclasses import replace
 from benchmarks.fidelity.embedding import EmbeddingTask
 from benchmarks.fidelity.ending import EndingTask
 from benchmarks.fidelity.images import ImageTask
+from benchmarks.fidelity.rivals import ADAM_RIVALS, MUON_RIVALS
 from benchmarks.fidelity.schemes import CONTROL, FP32, PEERS, WEIGHTS
 from benchmarks.fidelity.text import TextTask
 from benchmarks.fidelity.training import Setting
@@ -40,8 +41,18 @@ MAIN = (
     replace(GPT, replayed=ALL, trained=(FP32, *CODECS)),
     replace(GPT, name="GPT, beta2 0.95", options=FAST, replayed=ALL, trained=TRAINED),
 )
+RIVALS = tuple(
+    replace(setting, name=f"rivals, beta2 {setting.options['betas'][1]}", steps=steps, **schemes)
+    for setting in MAIN
+    for steps, schemes in (
+        (1200, {"replayed": (*ALL, *ADAM_RIVALS), "trained": ()}),
+        (400, {"replayed": (), "trained": (FP32, *CODECS, *PEERS, *ADAM_RIVALS)}),
+    )
+)
+"""Replays, and shorter trainings that go into the same rows."""
 SETTINGS = (
     *MAIN,
+    *RIVALS,
     replace(SHORT, name="GPT, lr x 10", peak_lr=1e-2, replayed=CODED),
     replace(SHORT, name="GPT, lr x 10, beta2 0.95", peak_lr=1e-2, options=FAST, replayed=CODED),
     replace(SHORT, name="GPT, beta1 0.99", options={"betas": (0.99, 0.999)}, replayed=CODED),
@@ -58,7 +69,12 @@ SETTINGS = (
     _of("GPT", "SGD", 240, 0.1, 0.0, SGD),
     replace(_of("GPT", "SGD", 240, 0.01, 0.0, LONG_SGD), name="GPT, SGD, momentum 0.99"),
     _of("GPT", "AdEMAMix", 240, 6e-4, 0.1, _mix(240)),
-    _of("GPT", "Muon", 160, 6e-3, 0.1, MUON),
+    replace(
+        _of("GPT", "Muon", 160, 6e-3, 0.1, MUON),
+        name="GPT, Muon and rivals",
+        replayed=(*CODECS, *MUON_RIVALS),
+        trained=(*TRAINED, *MUON_RIVALS),
+    ),
     _of("convolutions", "Lion", 600, 1e-3, 0.1, LION),
     _of("convolutions", "SGD", 600, 0.1, 0.0, SGD),
     _of("convolutions", "AdEMAMix", 600, 3e-3, 0.1, _mix(600)),
