@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.fidelity.training import LEAST_NUMEL
-from zero8.spec.reference import stochastic_bfloat16
 
 EPS = 1e-8
 Named = list[tuple[str, nn.Parameter]]
@@ -24,15 +23,18 @@ def adam_update(m: Tensor, v: Tensor, step: int, betas: tuple[float, float]) -> 
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
-    """Return codes of so many bits, (8 n,) uint8, eight of them in `bits` bytes."""
-    words = codes.view(-1, 8).long() << torch.arange(8) * bits
-    return words.sum(1).view(torch.uint8).view(-1, 8)[:, :bits].contiguous()
+    """Return the bytes of codes of 4 or 2 bits, (numel,) uint8; the first has the lowest bits."""
+    of_byte = codes.view(-1, 8 // bits).unbind(1)
+    stored = of_byte[0].clone()
+    for place, code in enumerate(of_byte[1:], 1):
+        stored |= code << place * bits
+    return stored
 
 
 def unpacked(stored: Tensor, bits: int) -> Tensor:
-    """Return the codes that `packed` got, int64."""
-    words = nn.functional.pad(stored, (0, 8 - bits)).view(torch.int64)
-    return (words >> torch.arange(8) * bits & (1 << bits) - 1).view(-1)
+    """Return the codes that bytes hold, (numel,) int32."""
+    shifts = range(0, 8, bits)
+    return torch.stack([stored >> s & (1 << bits) - 1 for s in shifts], 1).view(-1).int()
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class Code:
     """A code of one moment.
 
     Attributes:
-        encode: returns codes, of the shape of x, and scales, of which the first has a row per block;
-            gets x, (blocks, block_size) float32, and the number of the step.
+        encode: returns codes of x, (blocks, block_size) float32, and scales, the first of which has
+            a row per block; gets x and the number of the step.
         decode: turns these back.
         block_size: of blocks that lie end to end; None: the rows of a matrix.
         bits: of a code; less than 8 are packed.
@@ -56,7 +58,7 @@ class Code:
         """Return what is kept of a moment."""
         blocks = x.flatten(1) if self.block_size is None else x.reshape(-1, self.block_size)
         codes, *scales = self.encode(blocks, step)
-        return [codes if self.bits == 8 else packed(codes.reshape(-1), self.bits), *scales]
+        return [codes if self.bits == 8 else packed(codes.flatten().byte(), self.bits), *scales]
 
     def codes(self, stored: Stored) -> Tensor:
         """Return the codes in blocks."""
@@ -104,12 +106,10 @@ class CodedAdam(torch.optim.Optimizer):
         period: int | None = None,
         beta1: float | None = None,
     ):
-        """Keep the code; `benchmarks.fidelity.schemes.Scheme` gives what follows it.
+        """Keep the code, a `Pair` or one of `benchmarks.maps.codes`, which have the same methods.
 
-        Args:
-            code: a `Pair`, or one of `benchmarks.maps.codes`, which have the same methods.
-            period: after so many steps the state of a parameter starts anew.
-            beta1: is taken instead of that in the keywords.
+        After `period` steps the state of a parameter starts anew; `beta1` is taken instead of that
+        in the keywords.  What is between is what `benchmarks.fidelity.schemes.Scheme` gives.
         """
         self._code, self._period, self._beta1 = code, period, beta1
         super().__init__([p for _, p in named], keywords)
@@ -152,7 +152,8 @@ def random_of(x: Tensor, step: int) -> Tensor:
 
 def to_bfloat16(x: Tensor, step: int) -> Tensor:
     """Return x rounded stochastically to bfloat16."""
-    return stochastic_bfloat16(x, (random_of(x, step) * 65536).long())
+    kept = x.view(torch.int32) + (random_of(x, step) * 65536).int() & -65536
+    return kept.view(torch.float32).bfloat16()
 
 
 def write(p: Tensor, x: Tensor, step: int) -> None:

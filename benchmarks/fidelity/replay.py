@@ -12,7 +12,6 @@ from benchmarks.fidelity.moments import second_moments
 from benchmarks.fidelity.schemes import FP32, FP32_WEIGHTS, SCHEMES, Rival, Scheme, values
 from benchmarks.fidelity.training import Gradients, Setting, flat
 
-
 STALL_STEPS = 100
 
 
@@ -137,4 +136,3 @@ def replay(setting: Setting, schemes: Mapping[str, Scheme] = SCHEMES) -> list[di
         {"setting": setting.name, "scheme": name, **entrant.row(reference)}
         for name, entrant in entrants.items()
     ]
-

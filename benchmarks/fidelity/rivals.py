@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The states of papers of 2023 to 2026, from their formulas.
 
-Scales are float32 unless said otherwise, and blocks lie end to end.  A code rounds to nearest unless
-said otherwise.
+Unless said otherwise, scales are float32, and codes round to nearest.  Blocks lie end to end.
 """
 
 import math
@@ -45,16 +44,19 @@ def of_levels(levels: Tensor, block_size: int, bits: int) -> Code:
 
     def encode(x: Tensor, step: int) -> Stored:
         scale = largest(x)
-        return [torch.bucketize(x / scale, (levels[:-1] + levels[1:]) / 2), scale]
+        scaled, codes = x / scale, torch.zeros(x.shape, dtype=torch.uint8)
+        for middle in (levels[:-1] + levels[1:]) / 2:  # faster than a search where they are few
+            codes += scaled > middle
+        return [codes, scale]
 
-    return Code(encode, lambda codes, scale: levels[codes] * scale, block_size, bits)
+    return Code(encode, lambda codes, scale: levels.take(codes.long()) * scale, block_size, bits)
 
 
 def dynamic_levels(bits: int) -> Tensor:
     """Return the levels of the signed dynamic tree map of so many bits, ascending.
 
-    They are 0, 1 and, for each e from 0 to bits - 2 and both signs, the midpoints of 2^e equal parts
-    of 0.1 to 1, times 10^(e - bits + 2).
+    They are 0, 1 and, for each e from 0 to bits - 2 and both signs, the midpoints of 2^e equal
+    parts of 0.1 to 1, times 10^(e - bits + 2).
     """
     values = [0.0, 1.0]
     for e in range(bits - 1):
@@ -63,32 +65,27 @@ def dynamic_levels(bits: int) -> Tensor:
     return torch.tensor(sorted(values))
 
 
-def rank_1(levels: Tensor, bits: int) -> Code:
-    """Return the code of the nearest level, times the smaller of a row's and a column's largest x."""
-
-    def encode(x: Tensor, step: int) -> Stored:
-        rows, columns = largest(x), largest(x.T).T
-        scaled = x / rows.minimum(columns)
-        return [torch.bucketize(scaled, (levels[:-1] + levels[1:]) / 2), rows, columns]
-
-    return Code(encode, lambda k, rows, columns: levels[k] * rows.minimum(columns), bits=bits)
+def rank_1(x: Tensor, step: int) -> Stored:
+    """Return 4-bit codes of x: 16ths, 1 to 16, of the smaller of a row's and a column's largest."""
+    rows, columns = largest(x), largest(x.T).T
+    return [(x / rows.minimum(columns) * 16).round().clamp(1, 16) - 1, rows, columns]
 
 
-def powers(bits: int) -> Code:
-    """Return SOLO's code of v, rounded stochastically.
+def unranked(codes: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return what `rank_1` encoded."""
+    return (codes + 1) / 16 * rows.minimum(columns)
 
-    x = scale * a^code,  a = (x_p / scale)^(1 / (2^bits - 1)),  x_p: the block's quantile of 0.1
+
+def powers(x: Tensor, step: int) -> Stored:
+    """Return SOLO's 2-bit codes of v in blocks of 128, rounded stochastically.
+
+    x = scale * a^code,  a = (x_p / scale)^(1/3),  x_p: the block's quantile of 0.1
     """
-    last = (1 << bits) - 1
-
-    def encode(x: Tensor, step: int) -> Stored:
-        scale = largest(x)
-        quantile = x.quantile(0.1, 1, keepdim=True) / scale
-        base = quantile.clamp(1e-30, 1 - 1e-6).pow(1 / last)
-        place = (x / scale).log2() / base.log2() + random_of(x, step) - 0.5
-        return [place.round().clamp(0, last).long(), scale, base]
-
-    return Code(encode, lambda codes, scale, base: scale * base**codes, 128, bits)
+    scale, low = largest(x), x.topk(14, largest=False).values
+    quantile = low[:, 12:13].lerp(low[:, 13:], 0.7)  # 127 * 0.1 is 12.7
+    base = (quantile / scale).clamp(1e-30, 1 - 1e-6).pow(1 / 3)
+    place = (x / scale).log2() / base.log2() + random_of(x, step) - 0.5
+    return [place.round().clamp(0, 3), scale, base]
 
 
 def e4m3(x: Tensor, step: int) -> Stored:
@@ -101,9 +98,11 @@ def expanded(x: Tensor, step: int) -> Stored:
     """Return COAT's codes: E4M3 of |x / c|^k, which stretches the block's range over FP8's.
 
     c = sqrt(largest * smallest),  k = log(448^2/2) / log(largest / smallest), down to sixteenths
+
+    The smallest is that of nonzero elements; 1e-30 is added to both.
     """
-    top, bottom = largest(x), torch.where(x == 0, torch.inf, x.abs()).amin(1, keepdim=True)
-    bottom = bottom.minimum(top)
+    top, nonzero = largest(x) + 1e-30, torch.where(x == 0, torch.inf, x.abs())
+    bottom = (nonzero.amin(1, keepdim=True) + 1e-30).minimum(top)
     center = top.sqrt() * bottom.sqrt()
     octaves = (top.log2() - bottom.log2()).clamp(min=2**-20)
     k = (math.log2(LARGEST_E4M3**2 / 2) / octaves * 16).floor().clamp(1, 1024) / 16
@@ -141,9 +140,9 @@ FP8 = Code(e4m3, lambda codes, scale: codes.float() * scale, 128)
 COAT = Code(expanded, contracted, 128)
 BF16 = Code(lambda x, step: [x.bfloat16()], lambda x: x.float(), 1)
 STOCHASTIC_BF16 = replace(BF16, encode=lambda x, step: [to_bfloat16(x, step)])
-LI = Pair(of_levels(dynamic_levels(4), 128, 4), rank_1(torch.arange(1, 17) / 16, 4))
-SOLO_3 = Pair(of_levels(dynamic_levels(4), 128, 4), powers(2))
-SOLO_2 = Pair(of_levels(dynamic_levels(2), 128, 2), powers(2))
+DYNAMIC_4, DYNAMIC_2 = (of_levels(dynamic_levels(bits), 128, bits) for bits in (4, 2))
+POWERS = Code(powers, lambda codes, scale, base: scale * base**codes, 128, 2)
+LI = Pair(DYNAMIC_4, Code(rank_1, unranked, bits=4))
 
 ADAM_RIVALS: dict[str, Callable[..., CodedAdam]] = {
     "COAT": partial(CodedAdam, Pair(COAT, COAT)),
@@ -152,9 +151,9 @@ ADAM_RIVALS: dict[str, Callable[..., CodedAdam]] = {
     "FlashOptim": partial(CodedAdam, Pair(flash(True), flash(False))),
     "4 bits, rank 1": partial(CodedAdam, LI),
     "4 bits, rank 1, resets": partial(CodedAdam, LI, period=200),
-    "SOLO, 4 + 2 bits": partial(CodedAdam, SOLO_3),
-    "SOLO, 4 + 2 bits, its beta1": partial(CodedAdam, SOLO_3, beta1=0.8),
-    "SOLO, 2 + 2 bits": partial(CodedAdam, SOLO_2),
+    "SOLO, 4 + 2 bits": partial(CodedAdam, Pair(DYNAMIC_4, POWERS)),
+    "SOLO, 4 + 2 bits, its beta1": partial(CodedAdam, Pair(DYNAMIC_4, POWERS), beta1=0.8),
+    "SOLO, 2 + 2 bits": partial(CodedAdam, Pair(DYNAMIC_2, POWERS)),
     "bf16, stochastic weights": partial(CodedAdam, Pair(BF16, BF16)),
     "bf16, all stochastic": partial(CodedAdam, Pair(STOCHASTIC_BF16, STOCHASTIC_BF16)),
 }
@@ -168,8 +167,8 @@ def companded(x: Tensor, dim: tuple[int, ...]) -> Stored:
     """
     y = x.sign() * (255 * x.abs()).log1p() / math.log(256)
     scale = (y.abs().amax(dim, keepdim=True) / 7).clamp(min=1e-8)
-    codes = (y / scale).round().clamp(-8, 7).long() + 8
-    return [packed(codes.reshape(-1), 4), scale.half()]
+    codes = (y / scale).round().clamp(-8, 7) + 8
+    return [packed(codes.flatten().byte(), 4), scale.half()]
 
 
 def uncompanded(stored: Stored, rows: int) -> Tensor:

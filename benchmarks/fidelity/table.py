@@ -16,6 +16,7 @@ CODED = (*CODECS, "deepspeed, bf16")
 ALL = (CONTROL, *CODECS, *PEERS)
 TRAINED = (FP32, "log", "dynamic")
 FAST, SLOW = {"betas": (0.9, 0.95)}, {"betas": (0.9, 0.999)}
+REPLAYED_RIVALS = tuple(n for n in ADAM_RIVALS if "its beta1" not in n and "1, resets" not in n)
 LION = {"betas": (0.9, 0.99)}
 SGD = {"momentum": 0.9, "nesterov": True}
 LONG_SGD = {"momentum": 0.99, "nesterov": True}
@@ -41,15 +42,18 @@ MAIN = (
     replace(GPT, replayed=ALL, trained=(FP32, *CODECS)),
     replace(GPT, name="GPT, beta2 0.95", options=FAST, replayed=ALL, trained=TRAINED),
 )
-RIVALS = tuple(
-    replace(setting, name=f"rivals, beta2 {setting.options['betas'][1]}", steps=steps, **schemes)
-    for setting in MAIN
-    for steps, schemes in (
-        (1200, {"replayed": (*ALL, *ADAM_RIVALS), "trained": ()}),
-        (400, {"replayed": (), "trained": (FP32, *CODECS, *PEERS, *ADAM_RIVALS)}),
-    )
+RIVALS = (
+    replace(GPT, name="rivals, beta2 0.95", options=FAST, replayed=(*ALL, *REPLAYED_RIVALS)),
+    replace(GPT, name="rivals, beta2 0.999", replayed=(*ALL, *REPLAYED_RIVALS)),
+    replace(
+        GPT,
+        name="rivals, trained, beta2 0.999",
+        task=TextTask(replace(TextTask.config, width=128)),
+        steps=400,
+        trained=(*TRAINED, "log6", "torchao", "deepspeed, bf16", *ADAM_RIVALS),
+    ),
 )
-"""Replays, and shorter trainings that go into the same rows."""
+"""Replays, and trainings of a smaller GPT."""
 SETTINGS = (
     *MAIN,
     *RIVALS,
@@ -71,9 +75,9 @@ SETTINGS = (
     _of("GPT", "AdEMAMix", 240, 6e-4, 0.1, _mix(240)),
     replace(
         _of("GPT", "Muon", 160, 6e-3, 0.1, MUON),
-        name="GPT, Muon and rivals",
+        name="GPT, Muon, with rivals",
         replayed=(*CODECS, *MUON_RIVALS),
-        trained=(*TRAINED, *MUON_RIVALS),
+        trained=(*TRAINED, "MuonQ, 4 bits"),
     ),
     _of("convolutions", "Lion", 600, 1e-3, 0.1, LION),
     _of("convolutions", "SGD", 600, 0.1, 0.0, SGD),
