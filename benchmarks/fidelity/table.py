@@ -30,6 +30,10 @@ def _mix(steps: int) -> dict:
     return {"betas": (0.9, 0.999, 0.9999), "t_alpha": steps, "t_beta3": steps}
 
 
+def _narrow(width: int) -> TextTask:
+    return TextTask(replace(TextTask.config, width=width))
+
+
 def _of(task: str, algorithm: str, steps: int, peak_lr: float, decay: float, options: dict):
     """Return a setting of an algorithm other than Adam, whose learning rate is tuned for fp32."""
     tasks = {"GPT": TextTask(), "convolutions": ImageTask()}
@@ -47,13 +51,20 @@ RIVALS = (
     replace(GPT, name="rivals, beta2 0.999", replayed=(*ALL, *REPLAYED_RIVALS)),
     replace(
         GPT,
-        name="rivals, trained, beta2 0.999",
-        task=TextTask(replace(TextTask.config, width=128)),
+        name="rivals, small, beta2 0.999",
+        task=_narrow(64),
         steps=400,
-        trained=(*TRAINED, "log6", "torchao", "deepspeed, bf16", *ADAM_RIVALS),
+        trained=(*TRAINED, "log6", "deepspeed, bf16", *ADAM_RIVALS),
+    ),
+    replace(
+        _of("GPT", "Muon", 160, 6e-3, 0.1, MUON),
+        name="rivals, small, Muon",
+        task=_narrow(128),
+        replayed=(*CODECS, *MUON_RIVALS),
+        trained=(FP32, "log", "MuonQ, 4 bits"),
     ),
 )
-"""Replays, and trainings of a smaller GPT."""
+"""Papers' states; `small` are narrower GPTs, which can be trained as often as there are schemes."""
 SETTINGS = (
     *MAIN,
     *RIVALS,
@@ -73,12 +84,7 @@ SETTINGS = (
     _of("GPT", "SGD", 240, 0.1, 0.0, SGD),
     replace(_of("GPT", "SGD", 240, 0.01, 0.0, LONG_SGD), name="GPT, SGD, momentum 0.99"),
     _of("GPT", "AdEMAMix", 240, 6e-4, 0.1, _mix(240)),
-    replace(
-        _of("GPT", "Muon", 160, 6e-3, 0.1, MUON),
-        name="GPT, Muon, with rivals",
-        replayed=(*CODECS, *MUON_RIVALS),
-        trained=(*TRAINED, "MuonQ, 4 bits"),
-    ),
+    _of("GPT", "Muon", 160, 6e-3, 0.1, MUON),
     _of("convolutions", "Lion", 600, 1e-3, 0.1, LION),
     _of("convolutions", "SGD", 600, 0.1, 0.0, SGD),
     _of("convolutions", "AdEMAMix", 600, 3e-3, 0.1, _mix(600)),
