@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure what states and weights of few bits cost: errors of updates, and final losses.
 
-Writes OUT (JSON) and a table (.md) beside it.  A setting is an algorithm on a task.  In each, the
-gradients of one fp32 run go to all schemes, and some schemes are trained to the end.
+Writes OUT (JSON) and a table (.md) beside it, and with the settings of rivals a figure (.png).  A
+setting is an algorithm on a task.  In each, the gradients of one fp32 run go to all schemes, and
+some schemes are trained to the end.
 """
 
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from benchmarks import record
+from benchmarks.fidelity.figure import draw
 from benchmarks.fidelity.losses import final_loss, loss_statistics
 from benchmarks.fidelity.replay import replay
 from benchmarks.fidelity.schemes import usable
@@ -24,6 +26,9 @@ WORDS = (
     "updates (drift). Adam's u is mhat/(sqrt(vhat) + eps). Lion's is a sign, so that its RMS error "
     "is twice the root of the share of wrong signs. `gradients that end` compares elements without "
     "a gradient; `kept weights` compares what weights lose in a step, with its learning rate. "
+    "sqrt(v) over fp32's is a geometric mean at the end, and its error the RMS of relative errors. "
+    "Stalled are elements whose code of v has not changed once in the last 100 steps, of those "
+    "whose exact v has moved by more than 1 % from the first to the last of these steps. "
     "Losses are means over seeds; differences are those of runs of one seed, with the standard "
     "error of their mean."
 )
@@ -34,6 +39,8 @@ COLUMNS = {
     "largest \\|u\\|": "largest_update",
     "moved at g = 0": "zero_grad_moved",
     "sqrt(v) over fp32's": "sqrt_v_bias",
+    "error of sqrt(v)": "sqrt_v_error",
+    "stalled": "stalled",
     "loss": "val_loss_mean",
     "minus fp32's": "difference_mean",
     "error of that": "difference_standard_error",
@@ -80,6 +87,7 @@ def main() -> None:
     environment = record.environment(MODULE)
     result = {**environment, **measure(settings)}
     record.write(result, arguments.json, markdown, "Fidelity of states and weights of few bits")
+    draw(result["rows"], arguments.json.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-import zero8
-from benchmarks.fidelity.errors import Errors, sqrt_bias
+from benchmarks.fidelity.errors import Errors, Stalls, sqrt_bias, sqrt_error
+from benchmarks.fidelity.moments import second_moments
 from benchmarks.fidelity.schemes import FP32, FP32_WEIGHTS, SCHEMES, Rival, Scheme, values
 from benchmarks.fidelity.training import Gradients, Setting, flat
+
+STALL_STEPS = 100
 
 
 class States(Rival):
@@ -61,6 +63,8 @@ class Entrant:
         self._moved = torch.zeros(self._untrained.numel(), dtype=torch.bool)
         self._errors = Errors(flat(gradients.matrices.values())[self._compared].numel())
         self._largest = 0.0
+        has_v = setting.algorithm == "Adam" and not setting.keeps_weights
+        self.stalls = Stalls() if has_v else None
 
     def step(self, grads: list[Tensor], step: int) -> Tensor:
         """Take a step, note the largest |u| and what moved without a gradient; return u."""
@@ -73,16 +77,28 @@ class Entrant:
         """Add an update to the errors."""
         self._errors.compare(update[self._compared], reference[self._compared])
 
-    def row(self, reference: "Entrant", has_v: bool) -> dict:
+    def watch(self) -> None:
+        """Note whether the codes of v have moved."""
+        if self.stalls:
+            self.stalls.add(*second_moments(self.rival.optimizer))
+
+    def row(self, reference: "Entrant") -> dict:
         """Return what was measured."""
-        v = second_moments(self.rival) if has_v else None
+        v = {}
+        if self.stalls:
+            stored, exact = self.stalls.last, reference.stalls.last
+            v = {
+                "sqrt_v_bias": sqrt_bias(stored, exact),
+                "sqrt_v_error": sqrt_error(stored, exact),
+                "stalled": self.stalls.share(reference.stalls),
+            }
         return {
             "bytes_per_param": self.rival.bytes_per_param(),
             "rms_update_error": self._errors.rms,
             "drift": self._errors.drift,
             "largest_update": self._largest,
             "zero_grad_moved": int(self._moved.sum()),
-            "sqrt_v_bias": None if v is None else sqrt_bias(v, second_moments(reference.rival)),
+            **v,
         }
 
 
@@ -90,7 +106,7 @@ def replay(setting: Setting, schemes: Mapping[str, Scheme] = SCHEMES) -> list[di
     """Feed the gradients of one fp32 run to all schemes of a setting, and compare their updates.
 
     Every scheme keeps its states for the whole run.  Errors and drift are those of the second half,
-    the bias of sqrt(v) is that of the end.
+    those of sqrt(v) are of the end, and stalled elements of the last `STALL_STEPS` steps.
 
     Returns:
         A row per scheme.
@@ -112,21 +128,11 @@ def replay(setting: Setting, schemes: Mapping[str, Scheme] = SCHEMES) -> list[di
             update = entrant.step(grads, step)
             if step >= setting.steps // 2:
                 entrant.compare(update, expected)
+        if step >= setting.steps - 1 - STALL_STEPS:
+            for entrant in (reference, *entrants.values()):
+                entrant.watch()
         setting.step(trainer, step)
-    has_v = setting.algorithm == "Adam" and not setting.keeps_weights
     return [
-        {"setting": setting.name, "scheme": name, **entrant.row(reference, has_v)}
+        {"setting": setting.name, "scheme": name, **entrant.row(reference)}
         for name, entrant in entrants.items()
     ]
-
-
-def second_moments(rival: Rival) -> Tensor | None:
-    """Return the stored v of all parameters of an Adam, flat float32; None where it is encoded."""
-    read = getattr(rival.optimizer, "moments", None)  # zero8's, and re-implemented ones
-    if isinstance(rival.optimizer, zero8.Adam8bitBlockwise):
-        return flat(read(p)[1].read(0, p.numel()) for p in rival.params)
-    if read is not None:
-        return flat(read(p)[1] for p in rival.params)
-    found = [rival.optimizer.state[p].get("exp_avg_sq") for p in rival.params]
-    is_plain = all(type(v) is Tensor for v in found)
-    return flat(v.float() for v in found) if is_plain else None

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zero8
+from benchmarks.fidelity.coded import Named
+from benchmarks.fidelity.rivals import ADAM_RIVALS, MUON_RIVALS
 from benchmarks.fidelity.training import Setting
 from benchmarks.states import state_bytes
 from benchmarks.step import peers
@@ -19,7 +21,6 @@ from zero8.bench import reason_of
 from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS
 
-Named = list[tuple[str, nn.Parameter]]
 Make = Callable[..., Optimizer]
 
 CLASSES: dict[str, Make] = {
@@ -114,11 +115,17 @@ WEIGHTS = {
     "bf16 weights, corrected": Scheme(partial(_zero8, weight_correction_bits=8), as_bfloat16),
 }
 """Ways to keep weights, all with states in the default codec."""
+RIVALS = {
+    name: Scheme(make, as_bfloat16 if name.startswith("bf16") else as_float32)
+    for name, make in (ADAM_RIVALS | MUON_RIVALS).items()
+}
+"""States of papers, re-implemented."""
 SCHEMES: dict[str, Scheme] = {
     FP32: Scheme(_fp32),
     CONTROL: Scheme(partial(_zero8, **FP32_STATES)),
     **{codec: Scheme(partial(_zero8, codec=codec)) for codec in CODECS},
     **PEERS,
+    **RIVALS,
     **WEIGHTS,
 }
 

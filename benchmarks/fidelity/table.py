@@ -6,6 +6,7 @@ from dataclasses import replace
 from benchmarks.fidelity.embedding import EmbeddingTask
 from benchmarks.fidelity.ending import EndingTask
 from benchmarks.fidelity.images import ImageTask
+from benchmarks.fidelity.rivals import ADAM_RIVALS, MUON_RIVALS
 from benchmarks.fidelity.schemes import CONTROL, FP32, PEERS, WEIGHTS
 from benchmarks.fidelity.text import TextTask
 from benchmarks.fidelity.training import Setting
@@ -15,6 +16,7 @@ CODED = (*CODECS, "deepspeed, bf16")
 ALL = (CONTROL, *CODECS, *PEERS)
 TRAINED = (FP32, "log", "dynamic")
 FAST, SLOW = {"betas": (0.9, 0.95)}, {"betas": (0.9, 0.999)}
+REPLAYED_RIVALS = tuple(n for n in ADAM_RIVALS if "its beta1" not in n and "1, resets" not in n)
 LION = {"betas": (0.9, 0.99)}
 SGD = {"momentum": 0.9, "nesterov": True}
 LONG_SGD = {"momentum": 0.99, "nesterov": True}
@@ -26,6 +28,10 @@ SHORT = replace(GPT, steps=600)
 def _mix(steps: int) -> dict:
     """Return AdEMAMix's keywords: alpha and beta3 come up over the whole run, as in its paper."""
     return {"betas": (0.9, 0.999, 0.9999), "t_alpha": steps, "t_beta3": steps}
+
+
+def _narrow(width: int) -> TextTask:
+    return TextTask(replace(TextTask.config, width=width))
 
 
 def _of(task: str, algorithm: str, steps: int, peak_lr: float, decay: float, options: dict):
@@ -40,8 +46,28 @@ MAIN = (
     replace(GPT, replayed=ALL, trained=(FP32, *CODECS)),
     replace(GPT, name="GPT, beta2 0.95", options=FAST, replayed=ALL, trained=TRAINED),
 )
+RIVALS = (
+    replace(GPT, name="rivals, beta2 0.95", options=FAST, replayed=(*ALL, *REPLAYED_RIVALS)),
+    replace(GPT, name="rivals, beta2 0.999", replayed=(*ALL, *REPLAYED_RIVALS)),
+    replace(
+        GPT,
+        name="rivals, small, beta2 0.999",
+        task=_narrow(64),
+        steps=400,
+        trained=(*TRAINED, "log6", "deepspeed, bf16", *ADAM_RIVALS),
+    ),
+    replace(
+        _of("GPT", "Muon", 160, 6e-3, 0.1, MUON),
+        name="rivals, small, Muon",
+        task=_narrow(128),
+        replayed=(*CODECS, *MUON_RIVALS),
+        trained=(FP32, "log", "MuonQ, 4 bits"),
+    ),
+)
+"""Papers' states; `small` are narrower GPTs, which can be trained as often as there are schemes."""
 SETTINGS = (
     *MAIN,
+    *RIVALS,
     replace(SHORT, name="GPT, lr x 10", peak_lr=1e-2, replayed=CODED),
     replace(SHORT, name="GPT, lr x 10, beta2 0.95", peak_lr=1e-2, options=FAST, replayed=CODED),
     replace(SHORT, name="GPT, beta1 0.99", options={"betas": (0.99, 0.999)}, replayed=CODED),

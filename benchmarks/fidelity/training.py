@@ -82,7 +82,10 @@ class Setting:
     def step(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Step an optimizer at the learning rate of this step."""
         for group in optimizer.param_groups:
-            group["lr"] = self.lr(step)
+            if isinstance(group["lr"], Tensor):  # torchao's
+                group["lr"].fill_(self.lr(step))
+            else:
+                group["lr"] = self.lr(step)
         optimizer.step()
 
     def make_model(self, seed: int) -> nn.Module:

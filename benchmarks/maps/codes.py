@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both of Adam's moments in 8 bits, by a map of the paper or by zero8's `log`.
 
-A code works on moments cut into blocks, float32 [blocks, block_size], v being the moment itself.
-`encode` returns the state tensors, `decode` turns them back into (m, v).  A block size of None
-makes a whole tensor one block, which the paper calls tensor-wise.
+A code cuts moments into blocks, v being the moment itself.  `encode` returns the state tensors,
+`decode` turns them back into (m, v), float32 [blocks, block_size].  A block size of None makes a
+whole tensor one block, which the paper calls tensor-wise.
 
 The functions in `MAPS` take a tensor scaled to [-1, 1], which only `quantile` looks at, and whether
 it has negative elements (m) or not (v).  They return the values of the codes in ascending order,
@@ -50,6 +50,11 @@ def dynamic(x: Tensor, signed: bool) -> Tensor:
     return (codec.of_signed if signed else codec.of_unsigned).levels
 
 
+def blocks(x: Tensor, block_size: int | None) -> Tensor:
+    """Return a tensor in blocks."""
+    return x.reshape(-1, block_size or x.numel())
+
+
 MAPS = {"linear": linear, "quantile": quantile, "dynamic": dynamic}
 NAMES = (*MAPS, LOG)
 
@@ -69,7 +74,7 @@ class MapCode:
     def encode(self, m: Tensor, v: Tensor, step: int) -> dict[str, Tensor]:
         """Return codes, scales and maps of both moments."""
         state = {}
-        for name, x in (("m", m), ("v", v)):
+        for name, x in (("m", blocks(m, self.block_size)), ("v", blocks(v, self.block_size))):
             scale = x.abs().amax(1, keepdim=True)
             normalized = x / scale.clamp(min=1e-38)
             levels = self.levels_of(normalized, name == "m")
@@ -91,7 +96,7 @@ class LogCode:
 
     def encode(self, m: Tensor, v: Tensor, step: int) -> dict[str, Tensor]:
         """Return codes and scales of both moments; those of m are int8, so that they ascend."""
-        codec = CODECS[LOG]
+        codec, (m, v) = CODECS[LOG], (blocks(x, self.block_size) for x in (m, v))
         m_codes, m_scale = _quantized(codec.of_signed, m, step, settling(BETA1))
         v_codes, v_scale = _quantized(codec.of_unsigned, v, step)
         return {"m": m_codes.view(torch.int8), "m_scale": m_scale, "v": v_codes, "v_scale": v_scale}

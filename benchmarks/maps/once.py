@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from benchmarks.fidelity.coded import adam_update
 from benchmarks.fidelity.training import Gradients, Setting
-from benchmarks.maps.coded import adam_update
 from benchmarks.maps.codes import GRAINS, NAMES, LogCode, MapCode, code_of
 
 NUM_CODES = 256
