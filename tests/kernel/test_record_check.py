@@ -69,6 +69,13 @@ def test_record_of_a_codec_that_is_not_served_is_refused_with_those_that_are():
         step_on_the_cpu(records, scalars)
 
 
+def test_record_of_a_conversion_of_float32_moments_is_refused():
+    records, scalars = kernel_steps.packed([segment()])
+    records["algorithm"], records["moments"]["codec"] = 5, 0
+    with pytest.raises(ValueError, match="algorithm: got 5, expected 1 to 4"):
+        step_on_the_cpu(records, scalars)
+
+
 def int8_segment():
     """Whole rows of INT8 weights."""
     made = make("log", Place((9, 300), 256, 300, 600), scalars_at(1, ADAMW), torch.int8)
