@@ -13,7 +13,7 @@ from functools import partial
 from benchmarks import record
 from benchmarks.fidelity.figure import draw
 from benchmarks.fidelity.losses import final_loss, loss_statistics
-from benchmarks.fidelity.replay import replay
+from benchmarks.fidelity.replay import STALL_STEPS, replay
 from benchmarks.fidelity.schemes import usable
 from benchmarks.fidelity.table import QUICK, SETTINGS
 from benchmarks.fidelity.training import Setting
@@ -27,8 +27,9 @@ WORDS = (
     "is twice the root of the share of wrong signs. `gradients that end` compares elements without "
     "a gradient; `kept weights` compares what weights lose in a step, with its learning rate. "
     "sqrt(v) over fp32's is a geometric mean at the end, and its error the RMS of relative errors. "
-    "Stalled are elements whose code of v has not changed once in the last 100 steps, of those "
-    "whose exact v has moved by more than 1 % from the first to the last of these steps. "
+    "Stalled are elements whose code of v has not changed once in the last "
+    f"{STALL_STEPS} steps, of those whose exact v has moved by more than "
+    "1 % from the first to the last of these steps. "
     "Losses are means over seeds; differences are those of runs of one seed, with the standard "
     "error of their mean."
 )

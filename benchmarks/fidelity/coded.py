@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.fidelity.training import LEAST_NUMEL
+from zero8.spec.reference import stochastic_bfloat16
 
 EPS = 1e-8
 Named = list[tuple[str, nn.Parameter]]
@@ -152,8 +153,7 @@ def random_of(x: Tensor, step: int) -> Tensor:
 
 def to_bfloat16(x: Tensor, step: int) -> Tensor:
     """Return x rounded stochastically to bfloat16."""
-    kept = x.view(torch.int32) + (random_of(x, step) * 65536).int() & -65536
-    return kept.view(torch.float32).bfloat16()
+    return stochastic_bfloat16(x, (random_of(x, step) * 65536).long())
 
 
 def write(p: Tensor, x: Tensor, step: int) -> None:

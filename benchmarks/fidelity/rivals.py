@@ -27,6 +27,7 @@ from benchmarks.fidelity.coded import (
     unpacked,
 )
 from zero8.optimizer.muon import ADAM_PARAMS
+from zero8.spec.dynamic import tree_map
 from zero8.spec.muon import lr_ratio
 from zero8.spec.newton_schulz import orthogonalized
 
@@ -50,19 +51,6 @@ def of_levels(levels: Tensor, block_size: int, bits: int) -> Code:
         return [codes, scale]
 
     return Code(encode, lambda codes, scale: levels.take(codes.long()) * scale, block_size, bits)
-
-
-def dynamic_levels(bits: int) -> Tensor:
-    """Return the levels of the signed dynamic tree map of so many bits, ascending.
-
-    They are 0, 1 and, for each e from 0 to bits - 2 and both signs, the midpoints of 2^e equal
-    parts of 0.1 to 1, times 10^(e - bits + 2).
-    """
-    values = [0.0, 1.0]
-    for e in range(bits - 1):
-        middles = [0.1 + 0.9 * (i + 0.5) / 2**e for i in range(2**e)]
-        values += [sign * x * 10.0 ** (e - bits + 2) for x in middles for sign in (-1, 1)]
-    return torch.tensor(sorted(values))
 
 
 def rank_1(x: Tensor, step: int) -> Stored:
@@ -140,7 +128,7 @@ FP8 = Code(e4m3, lambda codes, scale: codes.float() * scale, 128)
 COAT = Code(expanded, contracted, 128)
 BF16 = Code(lambda x, step: [x.bfloat16()], lambda x: x.float(), 1)
 STOCHASTIC_BF16 = replace(BF16, encode=lambda x, step: [to_bfloat16(x, step)])
-DYNAMIC_4, DYNAMIC_2 = (of_levels(dynamic_levels(bits), 128, bits) for bits in (4, 2))
+DYNAMIC_4, DYNAMIC_2 = (of_levels(tree_map(bits - 1, 0, signed=True), 128, bits) for bits in (4, 2))
 POWERS = Code(powers, lambda codes, scale, base: scale * base**codes, 128, 2)
 LI = Pair(DYNAMIC_4, Code(rank_1, unranked, bits=4))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.fidelity.coded import adam_update
 from benchmarks.fidelity.training import Gradients, Setting
-from benchmarks.maps.codes import GRAINS, NAMES, LogCode, MapCode, code_of
+from benchmarks.maps.codes import GRAINS, NAMES, LogCode, MapCode, blocks, code_of
 
 NUM_CODES = 256
 LARGE = 0.1  # of relative errors
@@ -84,7 +84,7 @@ def positions(codes: Tensor) -> Tensor:
 
 def add_moments(tally: PairTally, code: MapCode | LogCode, moments, step: int, betas) -> None:
     """Encode and decode both moments of one matrix, and add its elements to a tally."""
-    m, v = (x.reshape(-1, code.block_size or x.numel()) for x in moments)
+    m, v = (blocks(x, code.block_size) for x in moments)
     state = code.encode(m, v, step)
     update = adam_update(*code.decode(state), step, betas)
     codes = positions(state["m"]), positions(state["v"])
