@@ -61,11 +61,6 @@ class PlacedExtent(Extent):
         offset, local_shape = zip(*ranges, strict=True) if ranges else ((), ())
         return cls(tuple(p.shape), local_shape, offset, p.device_mesh, tuple(p.placements))
 
-    @property
-    def loaded(self) -> Extent:
-        """See `Extent`: DTensors have global shapes, and other tensors are whole."""
-        return Extent.whole(self.shape)
-
     def check_blocks(self, parameter: Piece) -> None:
         """Raise ValueError unless the blocks of every rank are blocks of the whole parameter.
 
