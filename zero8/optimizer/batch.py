@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A batch: the parameters that take a step together, those that share memory in turns."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from zero8.state.header import Entries
@@ -66,6 +67,23 @@ class Batch(NamedTuple):
         """Return the addresses of values and gradients; (2, parameters) uint64."""
         columns = self.values, self.grads
         return np.array([[t.data_ptr() for t in tensors] for tensors in columns], np.uint64)
+
+
+Begin = Callable[[Batch, float], Batch]
+"""Takes a batch and the factor of its gradients, and returns what is to be stepped now."""
+
+
+class Beside(Protocol):
+    """What steps parameters beside the calls of `step`."""
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> Begin | None:
+        """Wait for the steps before; return what takes parameters out of the next, if any does."""
+
+    def wait(self) -> None:
+        """Wait for pending steps."""
+
+    def remove(self) -> None:
+        """Finish pending steps, and have calls of `step` step all parameters."""
 
 
 def extents_of(tensors: Sequence[Tensor]) -> np.ndarray:
