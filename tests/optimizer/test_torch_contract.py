@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import AdamW, lr_scheduler
 
 from zero8 import Adam8bitBlockwise
-from zero8.optimizer.states import States
+from zero8.optimizer.states import HoldsStates
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 BF16 = torch.bfloat16
@@ -223,8 +223,8 @@ def test_load_state_dict_that_a_hook_or_ctrl_c_ends_changes_nothing(when, error,
 
     with monkeypatch.context() as patch:
         if when == "between":  # the first state and the second
-            calls = iter([States.adopted, interrupt])
-            patch.setattr(States, "adopted", lambda *args: next(calls)(*args))
+            calls = iter([HoldsStates.adopted, interrupt])
+            patch.setattr(HoldsStates, "adopted", lambda *args: next(calls)(*args))
         else:
             hook = getattr(optimizer, f"register_load_state_dict_{when}_hook")(interrupt)
         with pytest.raises(error):

@@ -5,7 +5,7 @@ import copy
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._compile import _disable_dynamo
@@ -20,6 +20,7 @@ from zero8.optimizer import notices
 from zero8.optimizer.beyond_torch import BeyondTorch
 from zero8.optimizer.loading import load
 from zero8.optimizer.stepper import Stepper, plain_torch
+from zero8.spec.algorithm import Algorithm
 from zero8.spec.options import plain
 from zero8.spec.shown import shown_keys
 from zero8.state import keywords
@@ -28,12 +29,18 @@ from zero8.state.grads import deep_copied, has_other_dtype
 
 
 class BlockwiseOptimizer(BeyondTorch):
-    """An optimizer with 8-bit moments; a subclass sets the algorithm and takes its keywords.
+    """An optimizer with 8-bit moments; a subclass sets the algorithms and takes their keywords.
 
     Attributes:
-        algorithm: the algorithm of its steps.
+        algorithm: the first of its algorithms.
         state_dict_format: see the argument; may be set between two calls of `state_dict`.
     """
+
+    algorithm: ClassVar[Algorithm]
+
+    def __init_subclass__(cls) -> None:
+        """Name the first of its algorithms, whose keywords it takes."""
+        cls.algorithm = cls.algorithms[0]
 
     def __init__(self, params: ParamsT, settings: Mapping[str, Any], **options: Any):
         """Check the arguments and set up the groups; moments are made by the first step.
@@ -77,6 +84,10 @@ class BlockwiseOptimizer(BeyondTorch):
         self._stepper = Stepper(self)
         self._claim = claims.Claim(self)
         self._lacks_decay = False  # whether a group was added without a weight_decay
+
+    def algorithm_of(self, group: Mapping[str, Any]) -> Algorithm:
+        """Return the algorithm of a parameter group."""
+        return self.algorithm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, with its own lr, betas, eps and weight_decay if given."""

@@ -64,7 +64,7 @@ class Adam8bitBlockwise(BlockwiseOptimizer):
         ValueError: for an unknown key, a bad value, or a parameter that cannot be stepped.
     """
 
-    algorithm = ADAM
+    algorithms = (ADAM,)
     fp32_optimizer_states = False  # DeepSpeed requires the attribute for bf16 states
 
     def __init__(
@@ -132,7 +132,7 @@ class Lion8bitBlockwise(BlockwiseOptimizer):
         **settings: those of `Adam8bitBlockwise` from `block_size` on, with the same defaults.
     """
 
-    algorithm = LION
+    algorithms = (LION,)
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class SGD8bitBlockwise(BlockwiseOptimizer):
         **settings: those of `Adam8bitBlockwise` from `block_size` on, with the same defaults.
     """
 
-    algorithm = SGD
+    algorithms = (SGD,)
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class AdEMAMix8bitBlockwise(BlockwiseOptimizer):
         **settings: those of `Adam8bitBlockwise` from `block_size` on, with the same defaults.
     """
 
-    algorithm = ADEMAMIX
+    algorithms = (ADEMAMIX,)
 
     def __init__(
         self,

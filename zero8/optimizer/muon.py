@@ -76,7 +76,7 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
         ValueError: for an unknown key or a bad value, or a parameter that it can never step.
     """
 
-    algorithm = MUON
+    algorithms = MUON, ADAM
 
     def __init__(
         self,
@@ -126,11 +126,6 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
             "maximize": maximize,
         }
         super().__init__(params, settings, **options)
-
-    @property
-    def algorithms(self) -> tuple[Algorithm, ...]:
-        """See `BlockwiseOptimizer`."""
-        return MUON, ADAM
 
     def algorithm_of(self, group: Mapping[str, Any]) -> Algorithm:
         """See `BlockwiseOptimizer`."""

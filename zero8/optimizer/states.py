@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An optimizer's states of parameters, each read and written through its kind."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
@@ -43,13 +43,16 @@ class HoldsStates(torch.optim.Optimizer):
     """An optimizer with the states of its parameters.
 
     Attributes:
+        algorithms: the algorithms of its groups.
+        algorithm_of: returns that of a group.
         settings: the settings of the whole optimizer.
         kinds: the kinds of state (`KINDS`) of each of its algorithms.
         on_disk: the parameters whose states are swapped out, with descriptions of these.
         beside: what steps beside the calls of `step`; None if they step themselves.
     """
 
-    algorithm: ClassVar[Algorithm]
+    algorithms: ClassVar[tuple[Algorithm, ...]]
+    algorithm_of: Callable[[Group], Algorithm]
     settings: Settings
     kinds: list[StateKind]
     on_disk: dict[Tensor, SwappedState]
@@ -64,15 +67,6 @@ class HoldsStates(torch.optim.Optimizer):
             for algorithm in self.algorithms
             for kind in KINDS
         ]
-
-    @property
-    def algorithms(self) -> tuple[Algorithm, ...]:
-        """The algorithms of its groups."""
-        return (self.algorithm,)
-
-    def algorithm_of(self, group: Mapping[str, Any]) -> Algorithm:
-        """Return the algorithm of a parameter group."""
-        return self.algorithm
 
     @property
     def states(self) -> dict[Tensor, Entries]:
@@ -121,7 +115,7 @@ class HoldsStates(torch.optim.Optimizer):
                         "its state, and it starts anew: del optimizer.state[p]"
                     )
 
-    def _check_new(self, group: Mapping[str, Any], *, is_replaced: bool) -> None:
+    def _check_new(self, group: Group, *, is_replaced: bool) -> None:
         """Raise ValueError for a parameter of a new group that can never step.
 
         `is_replaced` says whether DeepSpeed will replace them, by partitions or float32 copies.
@@ -143,7 +137,10 @@ class HoldsStates(torch.optim.Optimizer):
         if not all(self.kind_of(*pair).raises_alone for pair in param_states(self.state).items()):
             return False
         # Ranks with equal gradients raise at the same step, unless the counts of a GPU arrive late.
-        return numbers.num_ranks() == 1 or not any(p.is_cuda for p in self._all_params())
+        return numbers.num_ranks() == 1 or not self._are_on_gpus()
+
+    def _are_on_gpus(self) -> bool:
+        return any(p.is_cuda for p in self._all_params())
 
     def moments(self, p: Tensor) -> list[MomentStore]:
         """Return the live moments of a parameter that has state, in the algorithm's order."""
