@@ -42,16 +42,17 @@ class BlockwiseOptimizer(BeyondTorch):
         """Name the first of its algorithms, whose keywords it takes."""
         cls.algorithm = cls.algorithms[0]
 
-    def __init__(self, params: ParamsT, settings: Mapping[str, Any], **options: Any):
+    def __init__(self, params: ParamsT, settings: Mapping[str, Any], arguments: Mapping[str, Any]):
         """Check the arguments and set up the groups; moments are made by the first step.
 
         `settings` are those of the whole optimizer (`keywords.DEFAULTS`), and keywords that the
-        subclass does not know; `options` are those of `Algorithm.options`, where a `weight_decay`
-        of None means 0.
+        subclass does not know; among the `arguments` of its constructor, by name, are those of
+        `Algorithm.options`, where a `weight_decay` of None means 0.
         """
         warn_if_untested("torch")
         class_name = type(self).__name__
-        options = plain(options)
+        names = dict.fromkeys(name for one in self.algorithms for name in one.options)
+        options = plain({name: arguments[name] for name in names})
         whole, others = keywords.split(self.algorithm, settings)
         keywords.check_other_keys(self.algorithm, class_name, others)
         self.settings = keywords.checked_settings(self.algorithm, plain(whole))

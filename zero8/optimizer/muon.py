@@ -110,22 +110,7 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
         self.own_lrs = {name: value for name, value in given.items() if value is not None}
         for name, value in self.own_lrs.items():
             check_lr(name, value)
-        options = {
-            **ADAM.options,
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "ns_steps": ns_steps,
-            "ns_eps": ns_eps,
-            "ns_dtype": ns_dtype,
-            "adjust_lr_fn": adjust_lr_fn,
-            "betas": betas,
-            "eps": eps,
-            "maximize": maximize,
-        }
-        super().__init__(params, settings, **options)
+        super().__init__(params, settings, ADAM.options | locals())
 
     def algorithm_of(self, group: Mapping[str, Any]) -> Algorithm:
         """See `BlockwiseOptimizer`."""
