@@ -62,9 +62,7 @@ class BlockwiseOptimizer(BeyondTorch):
             options["weight_decay"] = 0.0
         super().__init__(params, options | dict(self.algorithm.fp32_options))
         engine, _ = constructing_engine()
-        infos = self.infos().values()
-        notices.log_float32_shares(self.settings, infos)
-        notices.warn_of_copied_embeddings(self.settings, infos)
+        notices.log_float32_shares(self.settings, self.infos().values())
         if engine is None and not has_decay and self._lacks_decay:
             notices.warn_of_missing_decay(options)
         if engine is not None and "adam_w_mode" in self.algorithm.keywords:
