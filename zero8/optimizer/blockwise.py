@@ -106,10 +106,10 @@ class BlockwiseOptimizer(BeyondTorch):
         super().add_param_group(param_group)
         # DeepSpeed will replace the parameters by flat partitions or float32 copies.
         engine, names = constructing_engine()
-        self._params.remember(self.param_groups, names, global_shape)
         try:
+            self._params.remember(self.param_groups, names, global_shape)
             self._check_new(self.param_groups[-1], is_replaced=engine is not None)
-        except ValueError:
+        except (ValueError, RuntimeError):  # RuntimeError: the shape of a lazy module's
             self.param_groups.pop()
             raise
 

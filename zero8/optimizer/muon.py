@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
 from zero8.deepspeed.constructing import constructing_engine, global_shape
@@ -197,12 +196,6 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
             )
         if (flag := getattr(p, "use_muon", None)) is not None:
             return bool(flag)
-        if is_lazy(p):
-            raise ValueError(
-                f"Muon8bitBlockwise: got parameter {name} of a lazy module, whose shape does not "
-                "say yet whether it is a matrix; call the model on a batch first, or pass groups "
-                "with use_muon"
-            )
         if len(global_shape(p)) < 2 or p in float32_modules.params():
             return False
         if name is None and self.adam_params:
@@ -250,7 +243,7 @@ def _as_ours(group: dict[str, Any], use_muon: bool) -> dict[str, Any]:
 
 def _check_matrix(p: Tensor) -> None:
     shape = global_shape(p)
-    if len(shape) < 2 and not is_lazy(p):  # the first step checks those
+    if len(shape) < 2:
         raise ValueError(
             f"use_muon: got a parameter of shape {shape}, expected 2 dimensions or more; put it "
             "into a group with use_muon false, whose parameters AdamW steps"

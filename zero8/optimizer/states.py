@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from zero8.deepspeed.flat_state import FlatPartition
 from zero8.environment import numbers
@@ -124,8 +123,6 @@ class HoldsStates(torch.optim.Optimizer):
         for p in group["params"]:
             info = infos[p]
             self.settings.decide(info)
-            if is_lazy(p):
-                continue  # a step checks it, which its module has materialized by then
             if is_replaced:
                 check_replaceable(info.label, p)
             elif p.requires_grad:
@@ -190,11 +187,6 @@ class HoldsStates(torch.optim.Optimizer):
 
     def _adopted_with_others(self, p: Tensor, saved: Entries, info: ParamInfo | None) -> Entries:
         """Return a loaded state as this optimizer keeps it, and other code's as torch casts it."""
-        if info is not None and is_lazy(p):
-            raise ValueError(
-                f"state of {info.label}: got one of a parameter whose lazy module has seen no "
-                "input yet; call the model on a batch before load_state_dict"
-            )
         others = others_in(saved, self.kind_of(p, {}).algorithm)
         kept = {key: as_torch_casts(p, key, value) for key, value in others.items()}
         return kept if is_new(saved) else kept | self.adopted(p, saved, info)

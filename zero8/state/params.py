@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -74,12 +73,12 @@ class KnownParams:
     ) -> None:
         """Note the parameters in groups that are not known yet.
 
-        Those that `bears_weak_references` excludes are skipped: no framework replaces them.  So are
-        those of lazy modules, whose shape is not known yet.  `names` are a framework's, for
-        parameters that come without one; `shape_of` returns the global shape of a parameter.
+        Those that `bears_weak_references` excludes are skipped: no framework replaces them.
+        `names` are a framework's, for parameters that come without one; `shape_of` returns the
+        global shape of a parameter.
         """
         for p, info in self._infos_of(groups).items():
-            if id(p) not in self._originals and bears_weak_references(p) and not is_lazy(p):
+            if id(p) not in self._originals and bears_weak_references(p):
                 info = replace(info, name=info.name or names.get(p), shape=shape_of(p))
                 self._originals[id(p)] = (weakref.ref(p), info)
 
@@ -150,13 +149,8 @@ class KnownParams:
                     name, why = name or tied_names[p], why or TIED
                 index += 1
                 if p not in infos:  # a group may have it twice
-                    infos[p] = ParamInfo(name, index, shape_here(p), why)
+                    infos[p] = ParamInfo(name, index, tuple(p.shape), why)
         return infos
-
-
-def shape_here(p: Tensor) -> tuple[int, ...]:
-    """Return the shape of a parameter, (0,) until its lazy module has seen an input."""
-    return (0,) if is_lazy(p) else tuple(p.shape)
 
 
 def bears_weak_references(p: Tensor) -> bool:
