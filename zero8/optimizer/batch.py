@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch: the parameters that take a step together, those that share memory in turns."""
+"""A batch: the parameters that take a step together."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -91,22 +91,15 @@ def extents_of(tensors: Sequence[Tensor]) -> np.ndarray:
     return np.array([_extent(tensor) for tensor in tensors], np.uint64)
 
 
-def turns_of(addresses: np.ndarray, extents: np.ndarray) -> np.ndarray:
-    """Return the turn of each tensor, from 0: one after those of all earlier ones that overlap it.
+def overlap(addresses: np.ndarray, extents: np.ndarray) -> bool:
+    """Return whether tensors share memory, by their addresses and `extents_of`, uint64 each.
 
     Threads share out the elements of one kernel call, so two of them may be at the same weight at
-    once.  Addresses and extents (`extents_of`) are (tensors,) uint64, the turns (tensors,) int64.
+    once; then each parameter steps by itself, one after the other.
     """
-    turns = np.zeros(len(addresses), np.int64)
     begins = np.where(extents > 0, addresses, np.uint64(0))
-    ends = begins + extents
-    order = np.argsort(begins, kind="stable")
-    if (begins[order][1:] >= np.maximum.accumulate(ends[order])[:-1]).all():
-        return turns
-    for place in range(1, len(turns)):
-        overlaps = (begins[:place] < ends[place]) & (ends[:place] > begins[place])
-        turns[place] = (turns[:place][overlaps] + 1).max(initial=0)
-    return turns
+    order, ends = np.argsort(begins, kind="stable"), begins + extents
+    return bool((begins[order][1:] < np.maximum.accumulate(ends[order])[:-1]).any())
 
 
 def _extent(tensor: Tensor) -> int:
