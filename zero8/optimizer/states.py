@@ -20,7 +20,7 @@ from zero8.state.entries import first_entries, is_new, others_in, param_states
 from zero8.state.fsdp import FlattenedTensor, ShardedTensor
 from zero8.state.grads import grad_bytes_by_dtype
 from zero8.state.header import Entries
-from zero8.state.kind import StateKind, kind_of
+from zero8.state.kind import StateKind
 from zero8.state.memory_report import MemoryReport
 from zero8.state.params import KnownParams, ParamInfo
 from zero8.state.settings import Settings
@@ -73,25 +73,15 @@ class HoldsStates(torch.optim.Optimizer):
         self._wait()
         return param_states(self.state)
 
-    def group_of(self, p: Tensor) -> Group:
-        """Return the group of a parameter."""
-        return self._params.group_of(p, self.param_groups)
-
     def infos(self, groups: Iterable[Group] | None = None) -> dict[Tensor, ParamInfo]:
         """Return the descriptions of the parameters in groups, by default the optimizer's."""
         return self._params.infos(self.param_groups if groups is None else groups)
 
-    def kind_of(self, p: Tensor, state: Entries, group: Group | None = None) -> StateKind:
-        """Return the kind of a parameter's state; `state` is empty if it has none.
-
-        The group is needed only of a parameter that is not in the optimizer's groups.
-        """
-        if len(self.algorithms) == 1:
-            return kind_of(self.kinds, p, state)
-        algorithm = self._algorithm_in(state)
-        if algorithm is None:
-            algorithm = self.algorithm_of(group or self.group_of(p))
-        return kind_of([one for one in self.kinds if one.algorithm is algorithm], p, state)
+    def kind_of(self, p: Tensor, state: Entries, algorithm: Algorithm | None = None) -> StateKind:
+        """Return the kind of a parameter's state; of an empty one, also by its algorithm."""
+        algorithm = self._algorithm_in(state) or algorithm or self.algorithms[0]
+        kinds = (one for one in self.kinds if one.algorithm is algorithm)
+        return next(one for one in kinds if one.serves(p, state))
 
     def _algorithm_in(self, state: Entries) -> Algorithm | None:
         """Return the algorithm whose moments are in a state, None if it has none."""
@@ -127,7 +117,7 @@ class HoldsStates(torch.optim.Optimizer):
                 check_replaceable(info.label, p)
             elif p.requires_grad:
                 check_new(info.label, p, algorithm, self.settings)
-                self.kind_of(p, {}).check_new(p, info)
+                self.kind_of(p, {}, algorithm).check_new(p, info)
 
     def _raise_alone(self) -> bool:
         """Return whether this rank may raise by itself for numbers that are not finite."""
@@ -187,8 +177,9 @@ class HoldsStates(torch.optim.Optimizer):
 
     def _adopted_with_others(self, p: Tensor, saved: Entries, info: ParamInfo | None) -> Entries:
         """Return a loaded state as this optimizer keeps it, and other code's as torch casts it."""
-        others = others_in(saved, self.kind_of(p, {}).algorithm)
-        kept = {key: as_torch_casts(p, key, value) for key, value in others.items()}
+        algorithm = self._algorithm_in(saved) or self.algorithms[0]
+        others = others_in(saved, algorithm).items()
+        kept = {key: as_torch_casts(p, key, value) for key, value in others}
         return kept if is_new(saved) else kept | self.adopted(p, saved, info)
 
     def adopted(self, p: Tensor, saved: Entries, info: ParamInfo | None) -> Entries:
@@ -198,7 +189,7 @@ class HoldsStates(torch.optim.Optimizer):
                 f"state of {p if info is None else info.label}: got one of bitsandbytes; convert "
                 "the file first: zero8 checkpoint convert IN OUT --to plain"
             )
-        return self.kind_of(p, {}).adopted(p, saved, info)
+        return self.kind_of(p, {}, self._algorithm_in(saved)).adopted(p, saved, info)
 
     def _wait(self) -> None:
         """Wait for pending steps."""

@@ -92,7 +92,8 @@ class Stepper:
 
     def step_one(self, p: Tensor, grad: Tensor) -> None:
         """Take the step of one parameter with a gradient that it may no longer have."""
-        group = self._optimizer.group_of(p)
+        groups = self._optimizer.param_groups
+        group = next(group for group in groups if any(one is p for one in group["params"]))
         value, state = values_of(p), self._optimizer.state[p]
         batch = Batch([(group, 1)], [p], [value], [local_grad(p, grad)], [state])
         self.step_batch(batch, self.factor)
@@ -148,7 +149,8 @@ class Stepper:
                 kernel_on(device)
             for row in rows:
                 p, was_new, before = row.param, is_new(row.state), self._entries.get(id(row.param))
-                kind = self._optimizer.kind_of(p, row.state, row.group)
+                algorithm = self._optimizer.algorithm_of(row.group)
+                kind = self._optimizer.kind_of(p, row.state, algorithm)
                 entry = prepared(kind, row, infos[p], self.weight_sums)
                 self._entries[id(p)] = entry
                 # Partitions, whose moments move, note what is written into them.

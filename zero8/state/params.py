@@ -22,9 +22,6 @@ places, and a block that is cut has two scales, so that the codes of the copies 
 Float32 moments have no blocks.
 """
 
-Group = dict[str, Any]
-"""A parameter group of an optimizer."""
-
 
 @dataclass(frozen=True)
 class ParamInfo:
@@ -63,7 +60,6 @@ class KnownParams:
         """Start without parameters."""
         self._originals: dict[int, tuple[weakref.ref[Tensor], ParamInfo]] = {}
         self._why_float32: dict[Tensor, str] = {}  # of those that `_originals` cannot have
-        self._places: tuple[list[Group], dict[Tensor, tuple[Group, int]]] = ([], {})
 
     def remember(
         self,
@@ -106,22 +102,6 @@ class KnownParams:
         if [infos[p].shape for p in copies] == [info.shape for info in trained]:
             known |= dict(zip(copies, trained, strict=True))
         return {p: known.get(p, info) for p, info in infos.items()}
-
-    def group_of(self, p: Tensor, groups: list[Group]) -> Group:
-        """Return the group of a parameter.
-
-        A script may move parameters from group to group.  ZeRO-3 takes all but one partition out
-        of their group for a step, and they belong there still.
-        """
-        known, places = self._places
-        group, place = places.get(p, ({"params": []}, 0))
-        is_known = known is groups
-        if not is_known or not any(one is p for one in group["params"][place : place + 1]):
-            places = (places if is_known else {}) | {
-                one: (group, place) for group in groups for place, one in enumerate(group["params"])
-            }
-            self._places = groups, places
-        return places[p][0]
 
     def why_float32(self, groups: Iterable[dict[str, Any]]) -> dict[str, str]:
         """Return `ParamInfo.why_float32` by label."""
