@@ -121,9 +121,7 @@ def grouped(code, codes, scales, extent, block_size):
     )
     of_rows, empty = scales.squeeze(1), scales.new_empty(0)
     stored = packed(codes.flatten(), piece.grid, piece.first, code.bits)
-    of_groups = narrow.scales_of_groups(of_rows, extent, block_size)
-    store = MomentStore(codec, rule, table, stored, of_groups, empty)
-    got = narrow.joined(store, of_rows, extent)
+    got = narrow.joined(MomentStore(codec, rule, table, stored, of_rows, empty), extent)
     return got.codes_of(0, 0, codes.numel()).view_as(codes), got.scales.unsqueeze(1)
 
 

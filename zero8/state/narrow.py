@@ -5,11 +5,13 @@ A group of narrow rows has one scale (`zero8.spec.grid`), or one on each side of
 that cuts it.  With one scale per row, scales are sharded as rows are, for any world size.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from zero8.spec.codec import dequantize
-from zero8.spec.grid import rows_per_block
+from zero8.spec.grid import is_narrow, rows_per_block
 from zero8.state.extent import Box, Extent
 from zero8.state.store import MomentStore
 
@@ -17,6 +19,13 @@ from zero8.state.store import MomentStore
 def rows(extent: Extent) -> Box:
     """Return the box of a part of a parameter in its scales of rows, which have shape (rows, 1)."""
     return (extent.local_shape[0], 1), (extent.offset[0], 0)
+
+
+def has_scales_of_rows(extent: Extent, scales: object, of_groups: Box) -> bool:
+    """Return whether the scales of a parameter are one per narrow row, not one per group."""
+    if not is_narrow(extent.shape) or not isinstance(scales, Tensor) or scales.ndim == 0:
+        return False
+    return scales.shape[0] != of_groups[0][0]
 
 
 def scales_of_rows(store: MomentStore, extent: Extent) -> Tensor:
@@ -43,17 +52,17 @@ def cut_groups(scales: Tensor, extent: Extent, block_size: int) -> Tensor:
     return cut
 
 
-def joined(store: MomentStore, scales: Tensor, extent: Extent) -> MomentStore:
-    """Return a moment with the scales of its groups, of one that has been saved with those of rows.
+def joined(store: MomentStore, extent: Extent) -> MomentStore:
+    """Return a moment with the scales of groups, of one that has those of rows.
 
-    Rows of a group that a former shard boundary cut have different scales, (rows,
-    *code.scale_shape) float32: they are decoded and encoded again together, each moment within half
-    a code.  The others are kept.
+    Rows of a group that a former shard boundary cut have different scales: they are decoded and
+    encoded again together, each moment within half a code.  The others are kept.
     """
-    (piece,) = store.table.pieces
+    (piece,), scales = store.table.pieces, store.scales
     cut = cut_groups(scales, extent, piece.block_size).tolist()
-    if cut:
-        store = store.clone()
+    codes = store.codes.clone() if cut else store.codes
+    of_groups = scales_of_groups(scales, extent, piece.block_size)
+    store = replace(store, codes=codes, scales=of_groups)
     group, length = _group_of_row(extent, piece.block_size), piece.grid.own_row_length
     for number in cut:
         first, *_, last = torch.nonzero(group == number).flatten().tolist()

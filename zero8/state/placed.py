@@ -109,7 +109,10 @@ class PlacedExtent(Extent):
         return tuple(value.shape) == self.shape and place == (self.mesh, self.placements)
 
     def part_of(self, name: str, saved: Tensor, shape: tuple[int, ...], box: Box) -> Tensor:
-        """See `Extent`."""
+        """See `Extent`; a plain tensor of the shape of this rank's part is that part."""
+        is_part = tuple(saved.shape) == (*box[0], *shape[len(box[0]) :])
+        if is_part and not isinstance(saved, DTensor):
+            return saved
         if tuple(saved.shape) != shape:
             raise ValueError(f"{name}: got shape {tuple(saved.shape)}, expected {shape}")
         if not isinstance(saved, DTensor):

@@ -31,65 +31,52 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero8.spec.algorithm import Algorithm, MomentRule
+from zero8.spec.algorithm import MomentRule
 from zero8.spec.buffers import check_entry
-from zero8.spec.codec import Codec
 from zero8.spec.faults import fault_of_values
 from zero8.spec.grid import is_narrow
 from zero8.spec.shown import shown, shown_keys
 from zero8.state import narrow
 from zero8.state.entries import codes_key
-from zero8.state.extent import Box, Extent, local
+from zero8.state.extent import Box, Extent
 from zero8.state.header import Entries, StateHeader
 from zero8.state.store import MomentStore
-from zero8.state.table import Piece, PieceTable
 
 _LOADABLE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """Dtypes of other optimizers' moments."""
 
 
-def stores_in(entries: Entries, extent: Extent, name: str) -> list[MomentStore]:
-    """Return the live moments of a state, over a segment table whose pieces are called `name`."""
-    header, table = _header_and_table(entries, extent, name)
-    return [_store(entries, header.codec, rule, table) for rule in header.algorithm.moments]
-
-
-def stores_of_saved(saved: Entries, extent: Extent, name: str) -> list[MomentStore]:
-    """Return the moments in a checkpoint's entries, whose tensors they may share.
+def stores_of(entries: Entries, extent: Extent, name: str) -> list[MomentStore]:
+    """Return the moments of a state, live or as checkpoints carry it; they may share its tensors.
 
     The entries are those of this part, or of the whole parameter.  Raises ValueError if they do
     not fit.
     """
-    header, table = _header_and_table(saved, extent, name)
+    header = StateHeader.of(entries, name)
+    _check_shape(name, header.shape, extent.shape)
     parameter, codec, stores = header.piece(name), header.codec, []
+    grid, table = parameter.grid, extent.table(parameter)
     for rule in header.algorithm.moments:
         if codec is None:
-            entries = {rule.name: _part(saved, rule.name, extent)}
-            stores.append(_store(entries, codec, rule, table))
+            dense = _flat(entries, rule.name, torch.float32, extent, extent.shape, extent.box)
+            stores.append(MomentStore(codec, rule, table, dense[:0].byte(), dense[:0], dense))
             continue
-        code, grid, shape = codec.code_of(rule), parameter.grid, extent.shape
-        key, key_of_scales = codes_key(rule, code), f"{rule.name}_scale"
-        box = extent.code_box(parameter, code.bits)
-        codes = _part(saved, key, extent, grid.code_shape(shape, code.bits), box)
-        has_rows = is_narrow(shape)
-        leading = (shape[0], 1) if has_rows else grid.scale_shape(shape)
-        box = narrow.rows(extent) if has_rows else extent.scale_box(parameter)
-        scales = _part(saved, key_of_scales, extent, (*leading, *code.scale_shape), box)
-        if not has_rows:
-            stores.append(_store({key: codes, key_of_scales: scales}, codec, rule, table))
-            continue
-        num_scales = math.prod((*box[0], *code.scale_shape))
-        check_entry(f"state entry {key_of_scales}", scales, num_scales, [torch.float32])
-        of_rows = scales.reshape(-1, *code.scale_shape)
-        of_groups = narrow.scales_of_groups(of_rows, extent, parameter.block_size)
-        store = _store({key: codes, key_of_scales: of_groups}, codec, rule, table)
-        stores.append(narrow.joined(store, of_rows, extent))
+        code, key = codec.code_of(rule), f"{rule.name}_scale"
+        shape, box = grid.code_shape(extent.shape, code.bits), extent.code_box(parameter, code.bits)
+        codes = _flat(entries, codes_key(rule, code), torch.uint8, extent, shape, box)
+        shape, box = grid.scale_shape(extent.shape), extent.scale_box(parameter)
+        if has_rows := narrow.has_scales_of_rows(extent, entries.get(key), box):
+            shape, box = (extent.shape[0], 1), narrow.rows(extent)
+        scales = _flat(entries, key, torch.float32, extent, (*shape, *code.scale_shape), box)
+        scales = scales.view(-1, *code.scale_shape)
+        store = MomentStore(codec, rule, table, codes, scales, scales.flatten()[:0])
+        stores.append(narrow.joined(store, extent) if has_rows else store)
     return stores
 
 
 def saved_form(entries: Entries, extent: Extent) -> Entries:
     """Return the entries of a state as checkpoints carry them."""
-    header, stores = StateHeader.of(entries, ""), stores_in(entries, extent, "")
+    header, stores = StateHeader.of(entries, ""), stores_of(entries, extent, "")
     has_groups, device = header.block_size and is_narrow(header.shape), stores[0].codes.device
     if not has_groups and device.type == "cpu":
         return entries
@@ -108,17 +95,10 @@ def float32_form(entries: Entries, extent: Extent) -> Entries:
     Float32 moments are the live tensors, as in AdamW's state dicts.
     """
     found = {"step": torch.tensor(float(entries["step"]), device="cpu")}
-    for store in stores_in(entries, extent, ""):
+    for store in stores_of(entries, extent, ""):
         dense = store.dense if store.codec is None else store.read(0, store.table.numel)
         found[store.name] = extent.entry(dense, extent.shape, extent.box)
     return found
-
-
-def format_entry(algorithm: Algorithm, codec: Codec | None, piece: Piece) -> Entries:
-    """Return the entry `format` of a state, by its key."""
-    kept = codec if piece.is_quantized else None
-    header = StateHeader(algorithm, kept, piece.block_size, piece.identity, piece.shape)
-    return {"format": header.packed()}
 
 
 def checked_step(saved: Entries) -> int:
@@ -157,59 +137,34 @@ def dense_part(
     saved: Entries, rule: MomentRule, extent: Extent, name: str, *, check_values: bool
 ) -> Tensor:
     """Return this rank's elements of an fp32 optimizer's moment, in one dimension."""
-    part = _part(saved, rule.name, extent)
+    part = _part(saved, rule.name, extent, extent.shape, extent.box)
     values = checked_dense(rule, name, part, check_values=check_values)
     _check_shape(name, tuple(values.shape), extent.local_shape)
     flat: Tensor = values.detach().reshape(-1)
     return flat
 
 
-def _header_and_table(
-    entries: Entries, extent: Extent, name: str
-) -> tuple[StateHeader, PieceTable]:
-    header = StateHeader.of(entries, name)
-    _check_shape(name, header.shape, extent.shape)
-    return header, extent.table(header.piece(name))
-
-
-def _store(
-    entries: Entries, codec: Codec | None, rule: MomentRule, table: PieceTable
-) -> MomentStore:
-    """Return a moment whose entries are local."""
-    if codec is None:
-        dense = _entry(entries, rule.name, torch.float32, table.numel)
-        return MomentStore(codec, rule, table, dense[:0].byte(), dense[:0], dense)
-    code = codec.code_of(rule)
-    per_block, num_bytes = code.scale_shape, table.code_offsets(code.bits)[-1]
-    num_scales = table.num_blocks * math.prod(per_block)
-    codes = _entry(entries, codes_key(rule, code), torch.uint8, num_bytes)
-    scales = _entry(entries, f"{rule.name}_scale", torch.float32, num_scales)
-    return MomentStore(codec, rule, table, codes, scales.view(-1, *per_block), scales[:0])
-
-
-def _entry(entries: Entries, key: str, dtype: torch.dtype, numel: int) -> Tensor:
-    """Return a live entry in one dimension."""
+def _part(entries: Entries, key: str, extent: Extent, shape: tuple[int, ...], box: Box) -> Any:
+    """Return this rank's part of an entry; no tensors as they are, which a later check refuses."""
     _check_is_there(entries, key)
-    entry = check_entry(f"state entry {key}", local(entries[key]), numel, [dtype])
-    return entry.reshape(-1)
+    value = entries[key]
+    if not isinstance(value, Tensor):
+        return value
+    return extent.part_of(f"state entry {key}", value, shape, box)
 
 
-def _part(
-    saved: Entries,
+def _flat(
+    entries: Entries,
     key: str,
+    dtype: torch.dtype,
     extent: Extent,
-    shape: tuple[int, ...] | None = None,
-    box: Box | None = None,
-) -> Any:
-    """Return this rank's part of a loaded entry, by default one shaped as the parameter.
-
-    Other values than tensors are returned as they are; a later check refuses them.
-    """
-    _check_is_there(saved, key)
-    if not isinstance(saved[key], Tensor):
-        return saved[key]
-    shape, box = shape or extent.shape, box or extent.box
-    return extent.part_of(f"state entry {key}", saved[key], shape, box)
+    shape: tuple[int, ...],
+    box: Box,
+) -> Tensor:
+    """Return this rank's part of an entry of this dtype, in one dimension."""
+    numel = math.prod((*box[0], *shape[len(box[0]) :]))
+    part = _part(entries, key, extent, shape, box)
+    return check_entry(f"state entry {key}", part, numel, [dtype]).reshape(-1)
 
 
 def _check_is_there(entries: Entries, key: str) -> None:

@@ -16,15 +16,14 @@ from zero8.spec.codec import Codec
 from zero8.spec.grid import is_narrow
 from zero8.spec.shown import shown_keys
 from zero8.state.entries import codes_key, is_of_fp32
-from zero8.state.extent import Extent, local
+from zero8.state.extent import Extent
 from zero8.state.header import Entries, StateHeader
 from zero8.state.memory import checked_memory, new_memory, unknown_memory
 from zero8.state.plain import (
     checked_step,
     dense_part,
     float32_form,
-    format_entry,
-    stores_of_saved,
+    stores_of,
 )
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece
@@ -59,7 +58,9 @@ class Target:
         `numbers` are the step and the remembered numbers.
         """
         parameter, extent = self.parameter, self.extent
-        entries = numbers | format_entry(self.algorithm, stores[0].codec, parameter)
+        codec = stores[0].codec if parameter.is_quantized else None
+        place = parameter.block_size, parameter.identity, parameter.shape
+        entries = numbers | {"format": StateHeader(self.algorithm, codec, *place).packed()}
         for store in stores:
             if not parameter.is_quantized:
                 entries[store.name] = extent.entry(store.dense, extent.shape, extent.box)
@@ -96,7 +97,7 @@ class Target:
         if missing := [key for key in expected if key not in saved]:
             raise ValueError(f"state of {name}: got entries {shown_keys(saved)}, without {missing}")
         numbers = {"step": checked_step(saved), **checked_memory(algorithm, saved)}
-        stores = stores_of_saved(saved, self.extent, name)
+        stores = stores_of(saved, self.extent, name)
         for store in stores:
             store.check_values()
         theirs = header.piece(name)
@@ -146,10 +147,6 @@ class Target:
             if key in entries and not (keeps_float32 and self._is_kept(entries[key]))
         }
         if assigned:
-            for key, value in assigned.items():
-                if isinstance(value, Tensor) and tuple(value.shape) == extent.local_shape:
-                    here = local(value.detach())
-                    assigned[key] = extent.entry(here, extent.shape, extent.box)
             has_codes = "format" in entries and self.parameter.is_quantized
             others = float32_form(entries, extent) if has_codes else {}
             new = self.from_fp32({**entries, **others, **assigned}, check_values=check_values)

@@ -10,7 +10,7 @@ from zero8.state.extent import Extent, local
 from zero8.state.header import Entries, StateHeader
 from zero8.state.kind import StateKind
 from zero8.state.params import ParamInfo
-from zero8.state.plain import float32_form, saved_form, stores_in
+from zero8.state.plain import float32_form, saved_form, stores_of
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece
 from zero8.state.target import Target
@@ -42,7 +42,7 @@ class WholeTensor(StateKind):
     def moments(self, p: Tensor, state: Entries, info: ParamInfo | None) -> list[MomentStore]:
         """See `StateKind`."""
         target = self._live(p, state, info)
-        return stores_in(state, target.extent, target.parameter.name)
+        return stores_of(state, target.extent, target.parameter.name)
 
     def adopted(self, p: Tensor, saved: Entries, info: ParamInfo | None) -> Entries:
         """See `StateKind`; moments of an fp32 optimizer are encoded."""

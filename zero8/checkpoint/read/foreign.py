@@ -31,7 +31,7 @@ from zero8.spec.shown import shown
 from zero8.state.extent import Extent
 from zero8.state.header import StateHeader
 from zero8.state.memory import unknown_memory
-from zero8.state.plain import saved_form, stores_of_saved
+from zero8.state.plain import saved_form, stores_of
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece
 from zero8.state.target import Target
@@ -177,7 +177,7 @@ def _exported(state: dict) -> dict:
         return exported | {_KEYS[name][0]: state[name] for name in ADAM.moment_names}
     is_dynamic = header.codec == CODECS["dynamic"]
     verbatim = is_dynamic and size == BLOCK_SIZE and _coincide(shape, BLOCK_SIZE)
-    for store in stores_of_saved(state, Extent.whole(shape), ""):
+    for store in stores_of(state, Extent.whole(shape), ""):
         code = CODECS["dynamic"].code_of(store.rule)
         assert isinstance(code, DynamicCode), "the codec `dynamic` has no other codes"
         if verbatim:

@@ -24,7 +24,7 @@ from zero8.state.entries import FIRST_ENTRIES, bits_at, is_of_fp32
 from zero8.state.extent import Extent
 from zero8.state.header import StateHeader
 from zero8.state.memory import checked_memory
-from zero8.state.plain import checked_step, saved_form, stores_of_saved
+from zero8.state.plain import checked_step, saved_form, stores_of
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 from zero8.state.target import Target
@@ -125,7 +125,7 @@ def fragment_of(file: Path, name: str, entries: dict, weights: Tensor | None) ->
             piece = Piece(0, extent.numel, 0, extent.shape, identity_of(name), 0, name)
             codec = CODECS[DEFAULT_CODEC]  # which encodes nothing in a piece without blocks
             entries = Target(algorithm_of_fp32(entries), codec, piece, extent).from_fp32(entries)
-        stores = stores_of_saved(entries, extent, name)
+        stores = stores_of(entries, extent, name)
         memory = checked_memory(StateHeader.of(entries, name).algorithm, entries)
         step = checked_step(entries)
         correction = entries.get("param_correction")
@@ -141,7 +141,7 @@ def fragment_of(file: Path, name: str, entries: dict, weights: Tensor | None) ->
 
 
 def _blocks_joined(entries: dict, extent: Extent, stores: list[MomentStore]) -> int:
-    """Return how many blocks of narrow rows were cut, and encoded anew by `stores_of_saved`."""
+    """Return how many blocks of narrow rows were cut, and encoded anew by `stores_of`."""
     (piece,) = stores[0].table.pieces
     if not piece.is_quantized or not is_narrow(piece.shape):
         return 0
