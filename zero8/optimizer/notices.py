@@ -32,13 +32,13 @@ def log_float32_shares(settings: Settings, infos: Collection[ParamInfo]) -> None
     if not shares or numbers.rank() > 0:
         return
     whole = sum(shares.values())
-    causes = ", ".join(f"{cause}: {share:.1%}" for cause, share in shares.items())
+    reasons = ", ".join(f"{reason}: {share:.1%}" for reason, share in shares.items())
     # Norms and biases alone, which every model has, need no warning.
     logger.log(
         logging.WARNING if whole > FLOAT32_SHARE_TO_WARN else logging.INFO,
         "zero8: %.1f %% of the elements keep float32 moments (%s): memory_report() lists them",
         100 * whole,
-        causes,
+        reasons,
     )
 
 
