@@ -86,23 +86,20 @@ class Beside(Protocol):
         """Finish pending steps, and have calls of `step` step all parameters."""
 
 
-def extents_of(tensors: Sequence[Tensor]) -> np.ndarray:
-    """Return the number of bytes from the first element of each tensor to its last."""
-    return np.array([_extent(tensor) for tensor in tensors], np.uint64)
-
-
-def overlap(addresses: np.ndarray, extents: np.ndarray) -> bool:
-    """Return whether tensors share memory, by their addresses and `extents_of`, uint64 each.
+def overlap(addresses: np.ndarray, tensors: Sequence[Tensor]) -> bool:
+    """Return whether tensors share memory; their addresses are (tensors,) uint64.
 
     Threads share out the elements of one kernel call, so two of them may be at the same weight at
     once; then each parameter steps by itself, one after the other.
     """
+    extents = np.array([_extent(tensor) for tensor in tensors], np.uint64)
     begins = np.where(extents > 0, addresses, np.uint64(0))
     order, ends = np.argsort(begins, kind="stable"), begins + extents
     return bool((begins[order][1:] < np.maximum.accumulate(ends[order])[:-1]).any())
 
 
 def _extent(tensor: Tensor) -> int:
+    """Return the number of bytes from the first element of a tensor to its last."""
     if not tensor.numel():
         return 0
     ends = ((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zero8.environment.worker import Worker
-from zero8.optimizer.batch import extents_of, overlap
+from zero8.optimizer.batch import overlap
 from zero8.state.extent import local
 from zero8.state.weights import values_of
 
@@ -167,7 +167,7 @@ def check_model(model: nn.Module, params: Sequence[Tensor]) -> None:
         )
     values = [values_of(p) for p in params]
     addresses = np.array([one.data_ptr() for one in values], np.uint64)
-    if overlap(addresses, extents_of(values)):
+    if overlap(addresses, values):
         raise ValueError(
             "step_in_backward: got parameters that share memory, so one would be stepped while the "
             "backward still reads the other; expected one Parameter in both places, as tied "

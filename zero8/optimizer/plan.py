@@ -11,7 +11,7 @@ from zero8.op.cuda import kernel_on
 from zero8.op.kernel import CpuKernel
 from zero8.optimizer import muon_step as muon
 from zero8.optimizer import widened
-from zero8.optimizer.batch import Batch, extents_of, overlap
+from zero8.optimizer.batch import Batch, overlap
 from zero8.optimizer.call import Call, How, in_float32, in_one
 from zero8.optimizer.entry import Entry
 from zero8.spec.algorithm import Algorithm
@@ -25,9 +25,7 @@ class Plan:
     keys: object  # of all of their states, as the stepper reads them
     seen: np.ndarray  # their values, gradients and contents, like `Entry.seen`
     is_plain: bool  # whether all entries are
-    extents: np.ndarray  # the bytes that each parameter spans
-    addresses: bytes  # of the parameters when it was found whether they overlap
-    overlap: bool
+    addresses: bytes  # of the parameters, which did or did not share memory there
     calls: list[Call]  # in order
     is_on_gpus: bool
 
@@ -36,17 +34,14 @@ def planned(batch: Batch, entries: list[Entry], keys: object) -> Plan:
     """Return the plan for a batch; see `calls_of`."""
     seen = [one.seen for one in entries]
     together = [rows[at] for at in (slice(0, 1), slice(1, 2), slice(2, None)) for rows in seen]
-    addresses, extents = batch.addresses()[0], extents_of(batch.values)
-    shares_memory = overlap(addresses, extents)
-    calls = calls_of(batch, entries, shares_memory)
+    addresses = batch.addresses()[0]
+    calls = calls_of(batch, entries, overlap(addresses, batch.values))
     return Plan(
         entries=entries,
         keys=keys,
         seen=np.concatenate(together),
         is_plain=all(one.is_plain for one in entries),
-        extents=extents,
         addresses=addresses.tobytes(),
-        overlap=shares_memory,
         calls=calls,
         is_on_gpus=any(not isinstance(call.kernel, CpuKernel) for call in calls),
     )

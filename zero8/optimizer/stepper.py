@@ -13,7 +13,7 @@ from torch import Tensor
 from zero8.environment.interrupts import put_off
 from zero8.op import kernel
 from zero8.op.cuda import is_capturing, kernel_on
-from zero8.optimizer.batch import Batch, Begin, Group, Row, overlap
+from zero8.optimizer.batch import Batch, Begin, Group, Row
 from zero8.optimizer.call import NextStep
 from zero8.optimizer.check import check_class, check_tensors
 from zero8.optimizer.clipping import GradFactor
@@ -239,11 +239,7 @@ def _addresses_if_valid(plan: Plan, batch: Batch) -> np.ndarray | None:
     if addresses is None:
         return None
     addresses = addresses.reshape(2, -1)
-    if (moved := addresses[0].tobytes()) != plan.addresses:
-        if overlap(addresses[0], plan.extents) != plan.overlap:
-            return None
-        plan.addresses = moved
-    return addresses
+    return addresses if addresses[0].tobytes() == plan.addresses else None
 
 
 def _contents(batch: Batch, entries: Sequence[Entry], is_plain: bool) -> Contents:
