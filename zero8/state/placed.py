@@ -30,12 +30,7 @@ Cut = tuple[Any, int]
 
 @dataclass(frozen=True)
 class PlacedExtent(Extent):
-    """This rank's box of a parameter.
-
-    Attributes:
-        mesh: the parameter's.
-        placements: the parameter's.
-    """
+    """This rank's box of a parameter, with the parameter's mesh and placements."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]

@@ -32,15 +32,7 @@ from zero8.state.tell import tell_of_reencoding
 
 @dataclass(frozen=True)
 class Target:
-    """The form of the state of a parameter, or of this rank's part of it.
-
-    Attributes:
-        algorithm: the optimizer's.
-        codec: the optimizer's.
-        parameter: the whole parameter as a piece, under the optimizer's policy.
-        extent: the part.
-        device: the device of the part.
-    """
+    """The form of the state of a parameter, the whole one as a piece, or of this rank's part."""
 
     algorithm: Algorithm
     codec: Codec
