@@ -5,7 +5,6 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.runtime import engine as engine_module
-from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
 from deepspeed.runtime.zero import utils
 from nests import assert_same
 from ranks import on_ranks, run_ranks

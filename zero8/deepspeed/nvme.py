@@ -24,6 +24,7 @@ from torch import Tensor
 
 from zero8.deepspeed.moment_tensor import MomentTensor
 from zero8.deepspeed.seam import ENGINE, STAGE3, rely_on, replaced, seam
+from zero8.environment import numbers
 from zero8.environment.agree import raise_together
 from zero8.environment.pages import advise
 from zero8.files.scratch import mapped_tensor
@@ -102,10 +103,11 @@ def make_states(original: Callable, engine: Any, optimizer: Any) -> Any:
     """Make all states on a disk, so that a full one raises OSError on all ranks before a step."""
     zero = original(engine, optimizer)
     if zero in _folders:
-        tell_once(
-            f"zero8: the optimizer is in mapped files in {_folders[zero]}; aio, buffer_count and "
-            "the pipelines of DeepSpeed's swappers have no effect"
-        )
+        if numbers.rank() == 0:
+            tell_once(
+                f"zero8: the optimizer is in mapped files in {_folders[zero]}; aio, buffer_count "
+                "and the pipelines of DeepSpeed's swappers have no effect"
+            )
         _on_all(partial(_make_states, zero), "optimizer states")
     return zero
 
