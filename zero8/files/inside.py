@@ -9,8 +9,7 @@ What cannot be opened raises OSError; what is no regular file, or is reached thr
 ValueError.
 """
 
-import ctypes
-import errno
+import mmap
 import os
 import stat
 from collections.abc import Iterator
@@ -18,12 +17,8 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path, PurePosixPath
 
-import torch
-from torch import Tensor
+from zero8.environment.pages import advise
 
-_madvise = ctypes.CDLL(None).madvise
-_madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-_MADV_DONTNEED = 4  # linux/mman.h
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a pipe would block.
 _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -51,24 +46,6 @@ def opened_at(path: Path, folder: Path | None) -> FileIO:
     return opened(folder, path.relative_to(folder).as_posix())
 
 
-def mapped(path: Path, folder: Path | None = None) -> Tensor:
-    """Map a file into memory, (bytes,) uint8, so that only the bytes used are read.
-
-    Writes do not reach the file.  If another process truncates it meanwhile, access to the missing
-    bytes raises SIGBUS.
-    """
-    with opened_at(path, folder) as file:
-        size_bytes = os.fstat(file.fileno()).st_size
-        if not size_bytes:
-            raise ValueError(f"{path}: got an empty file; was it cut short?")
-        # torch opens files by name; this name is the open file's.
-        own_name = f"/proc/self/fd/{file.fileno()}"
-        try:
-            return torch.from_file(own_name, size=size_bytes, dtype=torch.uint8)
-        except RuntimeError as error:  # for example, too little address space
-            raise OSError(errno.ENOMEM, "cannot be mapped into memory", str(path)) from error
-
-
 def release(*paths: Path) -> None:
     """Take mapped files at or in some paths out of this process's memory, which had pages of them.
 
@@ -80,7 +57,7 @@ def release(*paths: Path) -> None:
         addresses, *_, name = line.split(maxsplit=5)
         if f"{name}/".startswith(places):
             begin, end = (int(address, 16) for address in addresses.split("-"))
-            _madvise(begin, end - begin, _MADV_DONTNEED)
+            advise(begin, end - begin, mmap.MADV_DONTNEED)
 
 
 def size_bytes_of(folder: Path, path: str) -> int:

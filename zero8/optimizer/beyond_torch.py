@@ -17,7 +17,7 @@ from zero8.optimizer import in_backward, in_forward
 from zero8.optimizer.batch import Batch, Group
 from zero8.optimizer.clipping import GradFactor, norm_and_factor
 from zero8.optimizer.entry import WeightSums
-from zero8.optimizer.states import States, SwappedState
+from zero8.optimizer.states import States
 from zero8.optimizer.stepper import Beside, Stepper, plain_torch
 from zero8.state.fsdp import process_groups
 from zero8.state.kind import StateKind
@@ -200,19 +200,14 @@ class BeyondTorch(torch.optim.Optimizer):
         self._wait()
         return self._states.all()
 
-    def kind_of(self, p: Tensor, state: dict[str, Any]) -> StateKind:
-        """Return the kind of a parameter's state; `state` is empty if it has none."""
-        return self._states.kind_of(p, state)
+    def kind_of(self, p: Tensor, state: dict[str, Any], group: Group | None = None) -> StateKind:
+        """Return the kind of a parameter's state; see `States.kind_of`."""
+        return self._states.kind_of(p, state, group)
 
     @property
     def kinds(self) -> list[StateKind]:
         """The kinds of state that its algorithms have."""
         return self._states.kinds
-
-    @property
-    def on_disk(self) -> dict[Tensor, SwappedState]:
-        """The parameters whose states are swapped out, with descriptions of these."""
-        return self._states.on_disk
 
     def adopted(self, p: Tensor, saved: dict[str, Any], info: ParamInfo | None) -> dict[str, Any]:
         """Return a loaded state of a parameter as this optimizer keeps it, in new tensors."""

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,13 +32,6 @@ KINDS: tuple[type[StateKind], ...] = (ShardedTensor, FlattenedTensor, FlatPartit
 """The kinds of state: the first that serves a parameter keeps its state."""
 
 
-class SwappedState(Protocol):
-    """The description of a state that a framework has swapped out."""
-
-    like: Sequence[MomentStore]
-    correction_numel: int
-
-
 class States:
     """The states of an optimizer's parameters.
 
@@ -48,7 +41,6 @@ class States:
         algorithm_of: returns the algorithm of one of its groups.
         params: the parameters.
         kinds: the kinds of state (`KINDS`) of each algorithm.
-        on_disk: the parameters whose states are swapped out, with descriptions of these.
     """
 
     def __init__(
@@ -67,7 +59,6 @@ class States:
             for algorithm in algorithms
             for kind in KINDS
         ]
-        self.on_disk: dict[Tensor, SwappedState] = {}
 
     def infos(self, groups: Iterable[Group] | None = None) -> dict[Tensor, ParamInfo]:
         """Return the descriptions of the parameters in groups, by default the optimizer's."""
@@ -157,8 +148,6 @@ class States:
             state = self.optimizer.state[p]
             remark = self.kind_of(p, state).remark
             rows += self.settings.memory_rows(stores, "param_correction" in state, why, remark)
-        for layout in self.on_disk.values():
-            rows += self.settings.memory_rows(layout.like, layout.correction_numel > 0, why)
         return MemoryReport(tuple(rows), grad_bytes_by_dtype(self.all()))
 
     def save(self, packed: dict[str, Any], in_fp32: bool) -> None:

@@ -20,13 +20,13 @@ from pathlib import Path
 
 from zero8.checkpoint.read import contents as contents_of
 from zero8.checkpoint.read.contents import Contents
-from zero8.checkpoint.read.joined import mapped_tensor
 from zero8.checkpoint.read.open import open_checkpoint
 from zero8.checkpoint.write.dcp_writer import write_dcp
 from zero8.checkpoint.write.plain_writer import write_bitsandbytes, write_fp32, write_plain
 from zero8.checkpoint.write.universal_writer import name_latest, write_universal
 from zero8.files.atomic import made_beside
 from zero8.files.inside import release
+from zero8.files.scratch import mapped_tensor
 
 Write = Callable[[Contents, Path], None]
 

@@ -7,11 +7,8 @@ moment changes by at most half a code (`zero8.spec.codec`).
 """
 
 import math
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,32 +20,11 @@ from zero8.state.table import Piece, PieceTable
 
 Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Returns an uninitialized tensor of a shape."""
-SMALL_BYTES = 1 << 20
-"""Smaller tensors are in memory."""
 
 
 def in_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return an uninitialized tensor."""
     return torch.empty(shape, dtype=dtype, device="cpu")
-
-
-def mapped_tensor(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return an uninitialized tensor in a mapped temporary file on the file system of a folder.
-
-    The system can write it to the disk if memory is short; the file is freed with the tensor.  Each
-    has its own storage, as `torch.save` writes whole ones.
-    """
-    numel = math.prod(shape)
-    if numel * dtype.itemsize < SMALL_BYTES:
-        return torch.empty(shape, dtype=dtype)
-    handle, path = tempfile.mkstemp(dir=folder)
-    try:
-        # Otherwise writing to a page on a full disk would kill the process.
-        os.posix_fallocate(handle, 0, numel * dtype.itemsize)
-        return torch.from_file(path, shared=True, size=numel, dtype=dtype).view(shape)
-    finally:
-        os.close(handle)
-        os.unlink(path)
 
 
 def joined(

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of DeepSpeed's ZeRO: the folder of a tag, with a file of states per rank."""
 
-import os
 import re
 from collections.abc import Callable, Collection, Iterator
 from functools import cached_property, partial
@@ -14,10 +13,8 @@ from zero8.checkpoint.read.fragment import Fragment, of_piece
 from zero8.checkpoint.read.inert import Inert
 from zero8.checkpoint.read.safe_load import damage_in, load
 from zero8.checkpoint.read.source import Facts, Source, in_threads
-from zero8.deepspeed import swap_file
 from zero8.deepspeed.layout import MASTERS
 from zero8.deepspeed.moment_tensor import moments_in, with_moments
-from zero8.files.inside import mapped, paths_of
 from zero8.spec.algorithms import algorithm_called
 from zero8.spec.buffers import check_entry
 from zero8.spec.shown import shown_keys
@@ -28,8 +25,6 @@ from zero8.state.table import PieceTable
 
 STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt")
-_OUR_PREFIX = "zero8-"
-_SWAPPED = re.compile(rf"offloaded_tensors/rank[^/]*/{_OUR_PREFIX}[^/]*\.tensor\.swp")
 # Names of our state dict within ZeRO's.
 _STATES = ("base_optimizer_state", "optimizer_state_dict")
 
@@ -62,9 +57,8 @@ class ZeroSource(Source):
         return Facts("zero", count, _stage(zero.get("zero_stage")))
 
     def files(self) -> list[Path]:
-        """See `Source`; with states on NVMe also their swap files."""
-        swapped = [path for path in paths_of(self.path) if _SWAPPED.fullmatch(path)]
-        return self._files + [self.path / path for path in sorted(swapped)]
+        """See `Source`."""
+        return self._files
 
     def damages(self) -> list[str]:
         """See `Source`."""
@@ -90,7 +84,7 @@ class ZeroSource(Source):
 
         fragments: dict[str, list[Fragment]] = {}
         damages = []
-        for _, found in in_threads("read", self.files(), fragments_of):
+        for _, found in in_threads("read", self._files, fragments_of):
             if isinstance(found, str):
                 damages.append(found)
                 continue
@@ -100,12 +94,6 @@ class ZeroSource(Source):
 
     def _fragments_in(self, file: Path) -> Iterator[Fragment]:
         """Yield the fragments of a file."""
-        if not STATES.fullmatch(file.name):
-            with damage_in(file):
-                state = swap_file.checked(load(file, self.path))
-                numel = max((one.numel() for one in moments_in(state).values()), default=0)
-            yield from _of_partition(file, state, self._swapped_weights(file, numel))
-            return
         zero = self._zero(file)
         with damage_in(file):
             all_weights = _first(zero, MASTERS, file)
@@ -113,20 +101,6 @@ class ZeroSource(Source):
             pairs = [(states[n], w) for n, w in enumerate(all_weights) if states.get(n)]
         for state, weights in pairs:
             yield from _of_partition(file, state, weights)
-
-    def _swapped_weights(self, file: Path, numel: int) -> Tensor | None:
-        """Return the master weights that DeepSpeed has swapped out beside a state, if it has."""
-        file = file.with_name(file.name.removeprefix(_OUR_PREFIX))
-        if not os.path.lexists(file):
-            return None
-        with damage_in(file):
-            precision = self._model["ds_config"].get("bf16") or {}
-            is_bf16 = precision.get("bf16_master_weights_and_grads")
-            dtype = torch.bfloat16 if is_bf16 else torch.float32
-            found, expected = mapped(file, self.path), numel * dtype.itemsize
-            if len(found) < expected:
-                raise ValueError(f"got {len(found)} bytes of master weights, expected {expected}")
-            return found[:expected].view(dtype)
 
     def groups(self) -> list[dict]:
         """See `Source`; names are in the order of the model."""
@@ -229,7 +203,7 @@ def _of_partition(file: Path, state: dict, weights: object) -> Iterator[Fragment
         correction = state.get("param_correction")
         if correction is not None:
             check_entry("param_correction", correction, table.numel, [torch.int8])
-    model, _ = _ranks(file) if STATES.fullmatch(file.name) else (0, 0)
+    model, _ = _ranks(file)
     part = f"mp_rank_{model:02d}/" if model else ""
     for number, piece in enumerate(table.pieces):
         here = slice(piece.start, piece.start + piece.numel)
@@ -247,7 +221,7 @@ def _of_partition(file: Path, state: dict, weights: object) -> Iterator[Fragment
 def _checked_weights(weights: object, table: PieceTable) -> Tensor | None:
     """Return the master weights of a partition, with or without its padding; None if absent."""
     if not isinstance(weights, Tensor) or weights.numel() == 0:
-        return None  # swapped out
+        return None
     end = max((piece.start + piece.numel for piece in table.pieces), default=0)
     if not end <= weights.numel() <= table.numel:
         raise ValueError(
