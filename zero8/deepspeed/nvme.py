@@ -111,8 +111,8 @@ def make_states(original: Callable, engine: Any, optimizer: Any) -> Any:
     if zero in _folders:
         if numbers.rank() == 0:
             tell_once(
-                f"zero8: the optimizer is in mapped files in {_folders[zero]}; aio, buffer_count "
-                "and the pipelines of DeepSpeed's swappers have no effect"
+                f"zero8: the optimizer is in files in {_folders[zero]}; aio, buffer_count and the "
+                "pipelines of DeepSpeed's swappers have no effect"
             )
         _on_all(partial(_make_states, zero), "optimizer states")
     return zero
