@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """ZeRO-3 with the optimizer on a disk does what it does in host memory, in files without names."""
 
-import mmap
+import errno
 import os
 import resource
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
+import pytest
 import torch
 from full_disk import file_size_limit
 from nests import assert_same
@@ -26,9 +29,10 @@ from zero_worker import (
     take_step,
 )
 
-from zero8.deepspeed import nvme
+from zero8.deepspeed import streaming
 from zero8.deepspeed.gradients import masters_of
 from zero8.files import scratch
+from zero8.files.scratch import in_pages
 
 RANK = int(os.environ.get("RANK", 0))
 CORRECTED = {"dtype": BF16_MASTERS, "weight_correction_bits": 8}
@@ -140,19 +144,48 @@ def test_zero3_on_a_disk_without_room_raises_on_all_ranks_before_a_step():
 
 
 @on_ranks(1)
-def test_zero3_on_a_disk_reads_the_next_sub_group_ahead():
-    advised = []
+def test_zero3_on_a_disk_reads_and_writes_each_file_once_in_a_step():
     with TemporaryDirectory() as folder:
         engine = made("bf16", folder)
-        original = nvme.advise
-        nvme.advise = lambda *call: advised.append(call)
-        try:
+        expected = sum(in_pages(x.nbytes) for x in tensors_of(engine).values())
+        with ExitStack() as stack:
+            counted = [
+                stack.enter_context(patch.object(os, name, wraps=getattr(os, name)))
+                for name in ("preadv", "pwritev")
+            ]
             steps(engine, 0, 1)
-        finally:
-            nvme.advise = original
-        expected = [
-            (x.data_ptr(), x.nbytes, mmap.MADV_WILLNEED)
-            for name, x in tensors_of(engine).items()
-            if name.split()[1] != "0"
-        ]
-    assert sorted(call for call in advised if call[1]) == sorted(expected)
+        for one in counted:
+            places = [memory for call in one.call_args_list for memory in call.args[1]]
+            assert sum(map(len, places)) == expected
+
+
+@on_ranks(1)
+def test_zero3_on_a_disk_that_fails_ends_the_process():
+    for name in ("preadv", "pwritev"):
+        with TemporaryDirectory() as folder:
+            engine = made("bf16", folder)
+            with (
+                patch.object(os, name, side_effect=OSError(errno.EIO, "failed")),
+                patch.object(streaming, "end_process", side_effect=SystemExit) as ended,
+                pytest.raises(SystemExit),
+            ):
+                steps(engine, 0, 1)
+            assert ended.called
+
+
+@on_ranks(1)
+def test_zero3_on_a_disk_loads_after_a_step_that_has_failed():
+    """What has been read ahead for that step counts no more."""
+    found = []
+    with TemporaryDirectory() as folder:
+        for fails in (False, True):
+            engine = made("bf16", f"{folder}/{fails}")
+            steps(engine, 0)
+            engine.save_checkpoint(f"{folder}/saved", tag=str(fails))
+            if fails:
+                with patch.object(base_optimizer(engine), "step", side_effect=ValueError("failed")):
+                    assert error_of(take_step, engine, 5) == ("ValueError", "failed")
+                engine.optimizer._clear_fp32_optimizer_param_groups()
+                engine.load_checkpoint(f"{folder}/saved", tag="False")
+            found.append(steps(engine, 3))
+    assert_same(*found)

@@ -138,7 +138,9 @@ def _stage3(model: Model, setup: Setup, share: Share) -> Iterator[Row]:
     else:
         yield Row(home, "gradients of the step", master * num_grads, own_grads)
     if setup.offload == "nvme":
-        yield Row(HOST, "buffers of swapping", master * sub_group * setup.buffer_count, 0)
+        # zero8 has two slots for the master weights and states of a sub-group.
+        slots = 2 * (own_masters + share.zero8_bytes) * sub_group // max(1, numel)
+        yield Row(HOST, "buffers of swapping", master * sub_group * setup.buffer_count, slots)
 
 
 def _step_gradients(setup: Setup, place: str, wide: Sequence[int], own_bytes: int) -> Row:
