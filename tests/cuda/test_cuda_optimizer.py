@@ -14,7 +14,7 @@ import zero8
 from zero8.environment import numbers
 from zero8.optimizer import stepper
 from zero8.optimizer.check import check_tensors
-from zero8.optimizer.states import States
+from zero8.optimizer.states import HoldsStates
 from zero8.spec.codec import CODECS
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -147,11 +147,11 @@ def test_cuda_optimizer_of_several_ranks_logs_instead_of_raising(gpu, monkeypatc
     """GPUs of ranks are not equally far: one would raise, the others wait in a collective."""
     params, optimizer = made()
     monkeypatch.setattr(numbers, "num_ranks", lambda: 2)
-    monkeypatch.setattr(States, "_are_on_gpus", lambda self: True)
+    monkeypatch.setattr(HoldsStates, "_are_on_gpus", lambda self: True)
     step_with_nan(params, optimizer)
     assert optimizer.nonfinite_blocks == 2
     assert "non-finite gradient or moment: c: 2 blocks" in caplog.text
-    monkeypatch.setattr(States, "_are_on_gpus", lambda self: False)
+    monkeypatch.setattr(HoldsStates, "_are_on_gpus", lambda self: False)
     with pytest.raises(FloatingPointError):
         step_with_nan(params, optimizer)
 

@@ -106,16 +106,3 @@ def test_stable_embedding_whose_weight_a_framework_has_replaced_is_freed():
     del model
     gc.collect()
     assert optimizer.memory_report().rows == () and weight() is None
-
-
-# --- What is logged ------------------------------------------------------------------------------
-
-
-COPY = "has the shape of the weight of a StableEmbedding, but is another tensor"
-
-
-def test_copy_of_a_stable_embedding_is_logged(caplog):
-    model = model_of()
-    copied = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    Adam8bitBlockwise(copied.items(), weight_decay=0.0)
-    assert f"zero8: parameter 0.weight {COPY}" in caplog.text

@@ -11,8 +11,8 @@ from test_extent import whole_piece
 
 from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS, dequantize, quantize
-from zero8.spec.grid import UNITS, BlockGrid
-from zero8.spec.packing import packed, unpacked
+from zero8.spec.grid import BlockGrid
+from zero8.spec.packing import packed
 from zero8.state import narrow
 from zero8.state.extent import Extent
 from zero8.state.store import MomentStore
@@ -111,13 +111,18 @@ def decoded(code, codes, scales):
 
 
 def grouped(code, codes, scales, extent, block_size):
-    """Call `narrow.grouped` with codes as they are stored, and return them a byte each."""
-    parameter, numel = whole_piece(extent.shape, block_size), codes.numel()
-    place = parameter.grid, extent.offset[0] * math.prod(extent.shape[1:])
-    row_bytes = place[0].units_per_row(code.bits) * UNITS[code.bits].num_bytes
-    stored = packed(codes.flatten(), *place, code.bits).view(len(codes), row_bytes)
-    stored, of_group = narrow.grouped(code, stored, scales, extent, parameter)
-    return unpacked(stored.flatten(), *place, numel, code.bits).view_as(codes), of_group
+    """Return the codes, a byte each, and the scales of groups of a moment that is loaded."""
+    (piece,) = (table := extent.table(whole_piece(extent.shape, block_size))).pieces
+    codec, rule = next(
+        (codec, ADAM.moment(which))
+        for codec in CODECS.values()
+        for which in MOMENTS
+        if codec.code_of(ADAM.moment(which)) is code
+    )
+    of_rows, empty = scales.squeeze(1), scales.new_empty(0)
+    stored = packed(codes.flatten(), piece.grid, piece.first, code.bits)
+    got = narrow.joined(MomentStore(codec, rule, table, stored, of_rows, empty), extent)
+    return got.codes_of(0, 0, codes.numel()).view_as(codes), got.scales.unsqueeze(1)
 
 
 @every_part

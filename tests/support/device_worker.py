@@ -23,7 +23,7 @@ from zero8.deepspeed.moment_tensor import MomentTensor
 from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS
 from zero8.state.extent import Extent
-from zero8.state.plain import PlainState
+from zero8.state.plain import saved_form
 from zero8.state.table import Piece
 from zero8.state.target import Target
 
@@ -127,7 +127,7 @@ def saved_state(codec):
     """All that has dimensions is on one device, as torch wants it of full state dicts; and back."""
     live = adopt(adam_state(), codec, DEVICE)
     assert live["format"].device.type == "cpu"  # where steps read it
-    saved = PlainState(live, Extent.whole(PIECE.shape)).saved()
+    saved = saved_form(live, Extent.whole(PIECE.shape))
     tensors = [x for x in saved.values() if isinstance(x, torch.Tensor) and x.dim()]
     assert len(tensors) == 5 and {x.device.type for x in tensors} == {"gpu"}
     back = adopt(saved, codec, DEVICE)

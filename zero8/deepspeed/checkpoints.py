@@ -153,7 +153,8 @@ def _load_sub_group(zero: Any, number: int, targets: dict[str, Tensor], folder: 
 
 def _new_moments(optimizer: Any, group: dict, flat: Tensor) -> dict[str, MomentTensor]:
     """Return new moments for a flat partition of parameters in a group."""
-    return moments_in(optimizer.kind_of(flat, {}, group).new(flat, None))
+    kind = optimizer.kind_of(flat, {}, optimizer.algorithm_of(group))
+    return moments_in(kind.new(flat, None))
 
 
 def _saved(checkpoint_dir: str, optimizer: Any) -> dict:

@@ -17,7 +17,7 @@ from zero8.deepspeed import claims
 from zero8.deepspeed.seam import ENGINE, is_ours, of_engine, rely_on, seam
 from zero8.deepspeed.settings import EngineSettings
 from zero8.environment.agree import gathered
-from zero8.state.params import shape_here, tied_names
+from zero8.state.params import tied_names
 
 _engine: ContextVar[Any] = ContextVar("engine", default=None)
 _PIPELINE = "deepspeed.runtime.pipe.module:PipelineModule"
@@ -47,7 +47,7 @@ def constructing_engine() -> tuple[Any, Mapping[Tensor, str]]:
 def global_shape(p: Tensor) -> tuple[int, ...]:
     """Return the full shape of a parameter, which ZeRO-3 may have partitioned."""
     shape = getattr(p, "ds_shape", None)
-    return shape_here(p) if shape is None else tuple(shape)
+    return tuple(p.shape if shape is None else shape)
 
 
 def check_replaced(params: Sequence[Tensor]) -> None:

@@ -122,7 +122,7 @@ def _make_states(zero: Any) -> None:
     optimizer = zero.optimizer
     for number, p in enumerate(zero.fp32_partitioned_groups_flat):
         group = optimizer.param_groups[zero.sub_group_to_group_id[number]]
-        kind = optimizer.kind_of(p, {}, group)
+        kind = optimizer.kind_of(p, {}, optimizer.algorithm_of(group))
         state = kind.new(p, None)
         if kind.settings.corrects(p):
             correction = torch.zeros(p.shape, dtype=torch.int8, device="cpu")

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch: the parameters that take a step together, those that share memory in turns."""
+"""A batch: the parameters that take a step together."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from zero8.state.header import Entries
@@ -68,30 +69,37 @@ class Batch(NamedTuple):
         return np.array([[t.data_ptr() for t in tensors] for tensors in columns], np.uint64)
 
 
-def extents_of(tensors: Sequence[Tensor]) -> np.ndarray:
-    """Return the number of bytes from the first element of each tensor to its last."""
-    return np.array([_extent(tensor) for tensor in tensors], np.uint64)
+Begin = Callable[[Batch, float], Batch]
+"""Takes a batch and the factor of its gradients, and returns what is to be stepped now."""
 
 
-def turns_of(addresses: np.ndarray, extents: np.ndarray) -> np.ndarray:
-    """Return the turn of each tensor, from 0: one after those of all earlier ones that overlap it.
+class Beside(Protocol):
+    """What steps parameters beside the calls of `step`."""
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> Begin | None:
+        """Wait for the steps before; return what takes parameters out of the next, if any does."""
+
+    def wait(self) -> None:
+        """Wait for pending steps."""
+
+    def remove(self) -> None:
+        """Finish pending steps, and have calls of `step` step all parameters."""
+
+
+def overlap(addresses: np.ndarray, tensors: Sequence[Tensor]) -> bool:
+    """Return whether tensors share memory; their addresses are (tensors,) uint64.
 
     Threads share out the elements of one kernel call, so two of them may be at the same weight at
-    once.  Addresses and extents (`extents_of`) are (tensors,) uint64, the turns (tensors,) int64.
+    once; then each parameter steps by itself, one after the other.
     """
-    turns = np.zeros(len(addresses), np.int64)
+    extents = np.array([_extent(tensor) for tensor in tensors], np.uint64)
     begins = np.where(extents > 0, addresses, np.uint64(0))
-    ends = begins + extents
-    order = np.argsort(begins, kind="stable")
-    if (begins[order][1:] >= np.maximum.accumulate(ends[order])[:-1]).all():
-        return turns
-    for place in range(1, len(turns)):
-        overlaps = (begins[:place] < ends[place]) & (ends[:place] > begins[place])
-        turns[place] = (turns[:place][overlaps] + 1).max(initial=0)
-    return turns
+    order, ends = np.argsort(begins, kind="stable"), begins + extents
+    return bool((begins[order][1:] < np.maximum.accumulate(ends[order])[:-1]).any())
 
 
 def _extent(tensor: Tensor) -> int:
+    """Return the number of bytes from the first element of a tensor to its last."""
     if not tensor.numel():
         return 0
     ends = ((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))

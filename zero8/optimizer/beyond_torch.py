@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What our optimizers offer beyond torch's protocol.
 
-Clipping without a pass, steps beside their call, reports, and access to states.
+Clipping without a pass, and steps beside their call.
 """
 
 import threading
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,25 +16,15 @@ from zero8.optimizer import in_backward, in_forward
 from zero8.optimizer.batch import Batch, Group
 from zero8.optimizer.clipping import GradFactor, norm_and_factor
 from zero8.optimizer.entry import WeightSums
-from zero8.optimizer.states import States
-from zero8.optimizer.stepper import Beside, Stepper, plain_torch
+from zero8.optimizer.states import HoldsStates
+from zero8.optimizer.stepper import Stepper, plain_torch
 from zero8.state.fsdp import process_groups
-from zero8.state.kind import StateKind
-from zero8.state.memory_report import MemoryReport
-from zero8.state.params import ParamInfo
-from zero8.state.store import MomentStore
 
 
-class BeyondTorch(torch.optim.Optimizer):
-    """An optimizer with a stepper and states.
+class BeyondTorch(HoldsStates):
+    """An optimizer with a stepper and states."""
 
-    Attributes:
-        beside: what steps beside the calls of `step`; None if they step themselves.
-    """
-
-    beside: Beside | None
     _lock: threading.RLock
-    _states: States
     _stepper: Stepper
 
     def scale_grads(self, factor: float | Tensor) -> None:
@@ -154,7 +143,7 @@ class BeyondTorch(torch.optim.Optimizer):
             ValueError: if the parameters are not sharded by FSDP2 or not in host memory, are not
                 the model's, or with Muon.
         """
-        algorithms = map(self._states.algorithm_of, self.param_groups)
+        algorithms = map(self.algorithm_of, self.param_groups)
         in_forward.check_model(model, self._all_params(), algorithms)
         self._step_in_call()
         self.beside = steps = in_forward.InForward(model, self._step_batch)
@@ -193,46 +182,3 @@ class BeyondTorch(torch.optim.Optimizer):
             counts.log(counts.take(wait=True))
         shared = process_groups(self._all_params())
         counts.check([process_group] if process_group else shared or [None])
-
-    @property
-    def states(self) -> dict[Tensor, dict[str, Any]]:
-        """The states of parameters that have moments; other code may keep more in `state`."""
-        self._wait()
-        return self._states.all()
-
-    def kind_of(self, p: Tensor, state: dict[str, Any], group: Group | None = None) -> StateKind:
-        """Return the kind of a parameter's state; see `States.kind_of`."""
-        return self._states.kind_of(p, state, group)
-
-    @property
-    def kinds(self) -> list[StateKind]:
-        """The kinds of state that its algorithms have."""
-        return self._states.kinds
-
-    def adopted(self, p: Tensor, saved: dict[str, Any], info: ParamInfo | None) -> dict[str, Any]:
-        """Return a loaded state of a parameter as this optimizer keeps it, in new tensors."""
-        return self._states.adopted(p, saved, info)
-
-    def moments(self, p: Tensor) -> list[MomentStore]:
-        """Return the live moments of a parameter that has state, in the algorithm's order."""
-        self._wait()
-        return self._states.moments(p, self._states.infos())
-
-    def all_moments(self) -> dict[Tensor, list[MomentStore]]:
-        """Return the `moments` of every parameter that has state."""
-        self._wait()
-        return self._states.all_moments()
-
-    def memory_report(self) -> MemoryReport:
-        """Return the bits and bytes of each parameter's moments, the reason, and gradient bytes."""
-        self._wait()
-        return self._states.memory_report()
-
-    def _wait(self) -> None:
-        """Wait for pending steps."""
-        if self.beside is not None:
-            self.beside.wait()
-
-    def _all_params(self) -> list[Tensor]:
-        """Return the parameters of all groups, each once."""
-        return list(dict.fromkeys(p for group in self.param_groups for p in group["params"]))

@@ -19,7 +19,6 @@ from zero8.op.cuda import DEVICES
 from zero8.optimizer import notices
 from zero8.optimizer.beyond_torch import BeyondTorch
 from zero8.optimizer.loading import load
-from zero8.optimizer.states import States
 from zero8.optimizer.stepper import Stepper, plain_torch
 from zero8.spec.algorithm import Algorithm
 from zero8.spec.options import plain
@@ -30,26 +29,30 @@ from zero8.state.grads import deep_copied, has_other_dtype
 
 
 class BlockwiseOptimizer(BeyondTorch):
-    """An optimizer with 8-bit moments; a subclass sets the algorithm and takes its keywords.
+    """An optimizer with 8-bit moments; a subclass sets the algorithms and takes their keywords.
 
     Attributes:
-        algorithm: the algorithm of its steps.
-        settings: the settings of the whole optimizer.
+        algorithm: the first of its algorithms.
         state_dict_format: see the argument; may be set between two calls of `state_dict`.
     """
 
     algorithm: ClassVar[Algorithm]
 
-    def __init__(self, params: ParamsT, settings: Mapping[str, Any], **options: Any):
+    def __init_subclass__(cls) -> None:
+        """Name the first of its algorithms, whose keywords it takes."""
+        cls.algorithm = cls.algorithms[0]
+
+    def __init__(self, params: ParamsT, settings: Mapping[str, Any], arguments: Mapping[str, Any]):
         """Check the arguments and set up the groups; moments are made by the first step.
 
         `settings` are those of the whole optimizer (`keywords.DEFAULTS`), and keywords that the
-        subclass does not know; `options` are those of `Algorithm.options`, where a `weight_decay`
-        of None means 0.
+        subclass does not know; among the `arguments` of its constructor, by name, are those of
+        `Algorithm.options`, where a `weight_decay` of None means 0.
         """
         warn_if_untested("torch")
         class_name = type(self).__name__
-        options = plain(options)
+        names = dict.fromkeys(name for one in self.algorithms for name in one.options)
+        options = plain({name: arguments[name] for name in names})
         whole, others = keywords.split(self.algorithm, settings)
         keywords.check_other_keys(self.algorithm, class_name, others)
         self.settings = keywords.checked_settings(self.algorithm, plain(whole))
@@ -59,9 +62,7 @@ class BlockwiseOptimizer(BeyondTorch):
             options["weight_decay"] = 0.0
         super().__init__(params, options | dict(self.algorithm.fp32_options))
         engine, _ = constructing_engine()
-        infos = self._states.infos().values()
-        notices.log_float32_shares(self.settings, infos)
-        notices.warn_of_copied_embeddings(self.settings, infos)
+        notices.log_float32_shares(self.settings, self.infos().values())
         if engine is None and not has_decay and self._lacks_decay:
             notices.warn_of_missing_decay(options)
         if engine is not None and "adam_w_mode" in self.algorithm.keywords:
@@ -78,17 +79,10 @@ class BlockwiseOptimizer(BeyondTorch):
     def _begin(self) -> None:
         """Create run-time members, which pickling omits."""
         self._lock = threading.RLock()
-        self._states = States(self, self.settings, self.algorithms, self.algorithm_of)
-        self._params = self._states.params
-        self._stepper = Stepper(self._states)
+        super()._begin()
+        self._stepper = Stepper(self)
         self._claim = claims.Claim(self)
-        self.beside = None
         self._lacks_decay = False  # whether a group was added without a weight_decay
-
-    @property
-    def algorithms(self) -> tuple[Algorithm, ...]:
-        """The algorithms of its groups."""
-        return (self.algorithm,)
 
     def algorithm_of(self, group: Mapping[str, Any]) -> Algorithm:
         """Return the algorithm of a parameter group."""
@@ -112,17 +106,17 @@ class BlockwiseOptimizer(BeyondTorch):
         super().add_param_group(param_group)
         # DeepSpeed will replace the parameters by flat partitions or float32 copies.
         engine, names = constructing_engine()
-        self._params.remember(self.param_groups, names, global_shape)
         try:
-            self._states.check_new(self.param_groups[-1], is_replaced=engine is not None)
-        except ValueError:
+            self._params.remember(self.param_groups, names, global_shape)
+            self._check_new(self.param_groups[-1], is_replaced=engine is not None)
+        except (ValueError, RuntimeError):  # RuntimeError: the shape of a lazy module's
             self.param_groups.pop()
             raise
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the members that pickle and deepcopy keep."""
         self._wait()
-        kept = {p: why for p, info in self._states.infos().items() if (why := info.why_float32)}
+        kept = {p: why for p, info in self.infos().items() if (why := info.why_float32)}
         return {
             **super().__getstate__(),
             "settings": self.settings,
@@ -185,13 +179,13 @@ class BlockwiseOptimizer(BeyondTorch):
         begin = None if self.beside is None else self.beside.begin(self)
         self._claim.is_met = True
         if len(self.algorithms) > 1:
-            self._states.check_algorithms(self.state)
+            self._check_algorithms(self.state)
         # Python runs other threads while the kernel works.
         with self._lock, plain_torch():
             if skipped := self._stepper.step(self.param_groups, begin):
                 # Alone, a rank must not raise while the others wait in a collective: it only logs.
                 counts = self._stepper.counts
-                (counts.raise_for if self._states.raise_alone() else counts.log)(skipped)
+                (counts.raise_for if self._raise_alone() else counts.log)(skipped)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -209,11 +203,11 @@ class BlockwiseOptimizer(BeyondTorch):
         The tensors are the live ones, as with torch's optimizers, except for decoded moments.
         """
         self._wait()
-        self._states.check_algorithms(self.state)
+        self._check_algorithms(self.state)
         in_fp32 = keywords.check_state_dict_format(self.state_dict_format) == "fp32"
         packed: dict[str, Any] = super().state_dict()
         packed["param_groups"] = list(map(plain, packed["param_groups"]))
-        self._states.save(packed, in_fp32)
+        self._save(packed, in_fp32)
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -229,5 +223,5 @@ class BlockwiseOptimizer(BeyondTorch):
         self._wait()
         with self._lock:
             groups = process_groups(self._all_params())
-            load(self, state_dict, super().load_state_dict, self._states.adopt, groups)
+            load(self, state_dict, super().load_state_dict, self._adopt, groups)
             self.weight_sums.forget()

@@ -64,7 +64,7 @@ class Adam8bitBlockwise(BlockwiseOptimizer):
         ValueError: for an unknown key, a bad value, or a parameter that cannot be stepped.
     """
 
-    algorithm = ADAM
+    algorithms = (ADAM,)
     fp32_optimizer_states = False  # DeepSpeed requires the attribute for bf16 states
 
     def __init__(
@@ -89,30 +89,13 @@ class Adam8bitBlockwise(BlockwiseOptimizer):
         **others: Any,
     ):
         """Check the arguments and set up the groups; moments are made by the first step."""
+        given = locals()
         is_decoupled = check_flag("adam_w_mode", adam_w_mode)
         if (adamw_mode := others.pop("adamw_mode", None)) is not None:
             is_decoupled = check_flag("adamw_mode", adamw_mode)
-        settings = {
-            "bias_correction": bias_correction,
-            "block_size": block_size,
-            "codec": codec,
-            "min_8bit_size": min_8bit_size,
-            "fp32_params": fp32_params,
-            "stochastic_rounding": stochastic_rounding,
-            "weight_correction_bits": weight_correction_bits,
-            "seed": seed,
-            "state_dict_format": state_dict_format,
-        }
-        super().__init__(
-            params,
-            others | settings,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            maximize=maximize,
-            decoupled_weight_decay=is_decoupled,
-        )
+        settings = {key: given[key] for key in DEFAULTS}
+        options = given | {"decoupled_weight_decay": is_decoupled}
+        super().__init__(params, others | settings, options)
 
 
 class Lion8bitBlockwise(BlockwiseOptimizer):
@@ -132,7 +115,7 @@ class Lion8bitBlockwise(BlockwiseOptimizer):
         **settings: those of `Adam8bitBlockwise` from `block_size` on, with the same defaults.
     """
 
-    algorithm = LION
+    algorithms = (LION,)
 
     def __init__(
         self,
@@ -145,8 +128,7 @@ class Lion8bitBlockwise(BlockwiseOptimizer):
         **settings: Any,
     ):
         """Check the arguments and set up the groups; moments are made by the first step."""
-        options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, settings, **options)
+        super().__init__(params, settings, locals())
 
 
 class SGD8bitBlockwise(BlockwiseOptimizer):
@@ -170,7 +152,7 @@ class SGD8bitBlockwise(BlockwiseOptimizer):
         **settings: those of `Adam8bitBlockwise` from `block_size` on, with the same defaults.
     """
 
-    algorithm = SGD
+    algorithms = (SGD,)
 
     def __init__(
         self,
@@ -186,17 +168,7 @@ class SGD8bitBlockwise(BlockwiseOptimizer):
         **settings: Any,
     ):
         """Check the arguments and set up the groups; moments are made by the first step."""
-        super().__init__(
-            params,
-            settings,
-            lr=lr,
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            nesterov=nesterov,
-            maximize=maximize,
-            decoupled_weight_decay=decoupled_weight_decay,
-        )
+        super().__init__(params, settings, locals())
 
 
 class AdEMAMix8bitBlockwise(BlockwiseOptimizer):
@@ -222,7 +194,7 @@ class AdEMAMix8bitBlockwise(BlockwiseOptimizer):
         **settings: those of `Adam8bitBlockwise` from `block_size` on, with the same defaults.
     """
 
-    algorithm = ADEMAMIX
+    algorithms = (ADEMAMIX,)
 
     def __init__(
         self,
@@ -239,18 +211,7 @@ class AdEMAMix8bitBlockwise(BlockwiseOptimizer):
         **settings: Any,
     ):
         """Check the arguments and set up the groups; moments are made by the first step."""
-        super().__init__(
-            params,
-            settings,
-            lr=lr,
-            betas=betas,
-            alpha=alpha,
-            t_alpha=t_alpha,
-            t_beta3=t_beta3,
-            eps=eps,
-            weight_decay=weight_decay,
-            maximize=maximize,
-        )
+        super().__init__(params, settings, locals())
 
 
 OPTIMIZERS: tuple[type[BlockwiseOptimizer], ...] = (

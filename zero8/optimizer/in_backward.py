@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 
 from zero8.environment.worker import Worker
-from zero8.optimizer.batch import extents_of, turns_of
+from zero8.optimizer.batch import overlap
 from zero8.state.extent import local
 from zero8.state.weights import values_of
 
@@ -78,7 +77,7 @@ class InBackward:
         if self._worker is None:
             return
         for p in params:
-            if p not in self._hooks and p.requires_grad and not is_lazy(p):
+            if p not in self._hooks and p.requires_grad:
                 self._hooks[p] = p.register_post_accumulate_grad_hook(self._step)
 
     def remove(self) -> None:
@@ -166,9 +165,9 @@ def check_model(model: nn.Module, params: Sequence[Tensor]) -> None:
             "step_in_backward: got parameters of FSDP1, whose gradients are sharded after they "
             "have arrived; expected FSDP2 (fully_shard) or one process"
         )
-    values = [values_of(p) for p in params if not is_lazy(p)]
+    values = [values_of(p) for p in params]
     addresses = np.array([one.data_ptr() for one in values], np.uint64)
-    if turns_of(addresses, extents_of(values)).any():
+    if overlap(addresses, values):
         raise ValueError(
             "step_in_backward: got parameters that share memory, so one would be stepped while the "
             "backward still reads the other; expected one Parameter in both places, as tied "

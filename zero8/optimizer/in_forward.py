@@ -18,9 +18,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from zero8.deepspeed.seam import replaced
 from zero8.environment.behind import Behind
-from zero8.optimizer.batch import Batch
+from zero8.optimizer.batch import Batch, Begin
 from zero8.optimizer.clipping import GradFactor
-from zero8.optimizer.stepper import Begin
 from zero8.spec.algorithm import Algorithm
 from zero8.state.fsdp import process_groups
 

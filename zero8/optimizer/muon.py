@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
 from zero8.deepspeed.constructing import constructing_engine, global_shape
@@ -76,7 +75,7 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
         ValueError: for an unknown key or a bad value, or a parameter that it can never step.
     """
 
-    algorithm = MUON
+    algorithms = MUON, ADAM
 
     def __init__(
         self,
@@ -110,27 +109,7 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
         self.own_lrs = {name: value for name, value in given.items() if value is not None}
         for name, value in self.own_lrs.items():
             check_lr(name, value)
-        options = {
-            **ADAM.options,
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "ns_steps": ns_steps,
-            "ns_eps": ns_eps,
-            "ns_dtype": ns_dtype,
-            "adjust_lr_fn": adjust_lr_fn,
-            "betas": betas,
-            "eps": eps,
-            "maximize": maximize,
-        }
-        super().__init__(params, settings, **options)
-
-    @property
-    def algorithms(self) -> tuple[Algorithm, ...]:
-        """See `BlockwiseOptimizer`."""
-        return MUON, ADAM
+        super().__init__(params, settings, ADAM.options | locals())
 
     def algorithm_of(self, group: Mapping[str, Any]) -> Algorithm:
         """See `BlockwiseOptimizer`."""
@@ -217,12 +196,6 @@ class Muon8bitBlockwise(BlockwiseOptimizer):
             )
         if (flag := getattr(p, "use_muon", None)) is not None:
             return bool(flag)
-        if is_lazy(p):
-            raise ValueError(
-                f"Muon8bitBlockwise: got parameter {name} of a lazy module, whose shape does not "
-                "say yet whether it is a matrix; call the model on a batch first, or pass groups "
-                "with use_muon"
-            )
         if len(global_shape(p)) < 2 or p in float32_modules.params():
             return False
         if name is None and self.adam_params:
@@ -270,7 +243,7 @@ def _as_ours(group: dict[str, Any], use_muon: bool) -> dict[str, Any]:
 
 def _check_matrix(p: Tensor) -> None:
     shape = global_shape(p)
-    if len(shape) < 2 and not is_lazy(p):  # the first step checks those
+    if len(shape) < 2:
         raise ValueError(
             f"use_muon: got a parameter of shape {shape}, expected 2 dimensions or more; put it "
             "into a group with use_muon false, whose parameters AdamW steps"

@@ -2,14 +2,14 @@
 """Steps of Muon, whose updates depend on whole matrices: equations (O1) to (O4).
 
 The kernel forms the updates of some parameters in a buffer, they are orthogonalized there, and the
-kernel applies them.  Matrices that this rank holds whole are orthogonalized here, those of equal
-shape together; the others are gathered on one rank each (`zero8.optimizer.owners`).  Parameters
-step in groups of one shape, so that few updates are in memory at a time.
+kernel applies them.  Each matrix is gathered on one rank (`zero8.optimizer.owners`), which is this
+one if it holds it whole; those of equal shape are orthogonalized together.  Parameters step in
+groups of one shape, so that few updates are in memory at a time.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -23,7 +23,7 @@ from zero8.op.structs import DTYPE_NUMBERS, FLOAT32_MOMENTS
 from zero8.optimizer.batch import Batch, Group
 from zero8.optimizer.call import Call
 from zero8.optimizer.nonfinite import Counts
-from zero8.optimizer.owners import Held, Round, fill, rounds_of
+from zero8.optimizer.owners import Held, Round, rounds_of
 from zero8.spec.muon import (
     MuonScalars,
     applying,
@@ -78,14 +78,14 @@ class Unit:
         return dict(runs)
 
     @cached_property
-    def cut(self) -> set[int]:
-        """The numbers of the matrices that other ranks have elements of, too."""
+    def is_cut(self) -> bool:
+        """Whether other ranks have elements of one of the matrices, too."""
         size = math.prod(self.matrix_shape)
-        return {one for one, runs in self.runs.items() if sum(run[2] for run in runs) < size}
+        return any(sum(run[2] for run in runs) < size for runs in self.runs.values())
 
     def held(self, like: int) -> Held:
-        """Return what other ranks need to know of the matrices that are cut; see `Held`."""
-        ranges = {n: tuple((first, numel) for _, first, numel in self.runs[n]) for n in self.cut}
+        """Return what all ranks need to know of its matrices; see `Held`."""
+        ranges = {n: tuple(run[1:] for run in runs) for n, runs in self.runs.items()}
         return Held(self.shape, like, ranges)
 
     def views(self, update: Tensor, number: int) -> list[Tensor]:
@@ -103,11 +103,8 @@ Exchange = tuple[list[int], list[Round], torch.dtype]
 def of_matrices(call: Call, batch: Batch, scalars: np.ndarray) -> list[Counts]:
     """Take a step of Muon; all ranks that share the parameters must call it.  See `How`."""
     units, step = _units_of(call), _Step(call, batch, scalars)
-    for alike in _alike({at: unit for at, unit in units.items() if not unit.cut}, step.groups):
-        step.take(alike)
-    cut = {identity: unit for identity, unit in units.items() if unit.cut}
-    for identities, rounds, dtype in step.exchanges(cut):
-        step.take({one: cut[one] for one in identities if one in cut}, rounds, dtype)
+    for identities, rounds, dtype in step.exchanges(units):
+        step.take({one: units[one] for one in identities if one in units}, rounds, dtype)
     return step.counts
 
 
@@ -121,17 +118,6 @@ def _units_of(call: Call) -> Units:
     return units
 
 
-def _alike(units: Units, groups: Sequence[Group]) -> Iterator[Units]:
-    """Yield units of equal shape and group, up to `MAX_NUMEL` elements together."""
-    alike: dict[tuple[tuple[int, ...], int], list[int]] = {}
-    for identity, unit in units.items():
-        alike.setdefault((unit.shape, id(groups[unit.owner])), []).append(identity)
-    for (shape, _), those in alike.items():
-        count = max(1, MAX_NUMEL // math.prod(shape))
-        for start in range(0, len(those), count):
-            yield {identity: units[identity] for identity in those[start : start + count]}
-
-
 class _Step:
     """The kernel calls of one step; `counts` are those of the calls that have applied updates."""
 
@@ -141,58 +127,51 @@ class _Step:
         count = len(MuonScalars._fields)
         self._scalars = [MuonScalars(*row[:count].tolist()) for row in scalars["numbers"]]
 
-    def take(
-        self, units: Units, rounds: Sequence[Round] = (), dtype: torch.dtype | None = None
-    ) -> None:
-        """Step parameters of one shape and group; `rounds` gather the matrices that are cut.
+    def take(self, units: Units, rounds: Sequence[Round], dtype: torch.dtype) -> None:
+        """Step parameters of one shape and group, whose matrices the rounds gather.
 
         This rank may have none of them, and takes part in the rounds nevertheless.
         """
-        group = self.groups[next(iter(units.values())).owner] if units else {}
-        dtype = dtype or _dtype(group["ns_dtype"], self._device)
         formed = self._formed(list(units.values()), dtype)
         updates = dict(zip(units, formed.split([one.numel for one in units.values()]), strict=True))
 
-        def views_of(keys: Iterable[tuple[int, int]]) -> list[Tensor]:
-            here = [(identity, number) for identity, number in keys if identity in units]
-            return [view for one, n in here for view in units[one].views(updates[one], n)]
-
         def orthogonal(matrices: Tensor) -> Tensor:
-            return _orthogonal(matrices, next(iter(units.values())).matrix_shape, group)
+            unit = next(iter(units.values()))
+            return _orthogonal(matrices, unit.matrix_shape, self.groups[unit.owner])
 
-        whole = [(at, n) for at, unit in units.items() for n in unit.runs if n not in unit.cut]
-        while whole:
-            count = max(1, MAX_NUMEL // math.prod(units[whole[0][0]].matrix_shape))
-            views, whole = views_of(whole[:count]), whole[count:]
-            fill(views, orthogonal(torch.cat(views)))
         for one in rounds:
-            views = views_of(key for keys in one.owned for key in keys)
+            here = [(at, n) for keys in one.owned for at, n in keys if at in units]
+            views = [view for at, n in here for view in units[at].views(updates[at], n)]
             one.replace([formed[:0], *views], orthogonal)
         if units:
             self._apply(list(units.values()), formed)
 
     def exchanges(self, units: Units) -> list[Exchange]:
-        """Return how parameters with matrices that are cut step, as all ranks have agreed.
+        """Return how all parameters step: those that are whole on this rank, and then the others.
 
-        The kind keeps it: a plan can be made anew on some ranks only, which must not wait for the
-        others then.
+        Ranks have agreed on the latter, and the kind keeps it: a plan can be made anew on some
+        ranks only, which must not wait for the others then.
         """
-        agreed = self._call.entries[0].kind.agreed
+        entries, agreed = self._call.entries, self._call.entries[0].kind.agreed
+        whole, cut = (
+            {identity: one for identity, one in units.items() if one.is_cut == is_cut}
+            for is_cut in (False, True)
+        )
         key = tuple(map(id, self._params))
         if key not in agreed:
-            agreed[key] = self._agreed(units)
-        exchanges: list[Exchange] = agreed[key]
+            pairs = zip(entries, self._params, strict=True)
+            agreed[key] = self._among([one.kind.process_group(p) for one, p in pairs], cut)
+        exchanges: list[Exchange] = self._among([None] * len(entries), whole) + agreed[key]
         return exchanges
 
-    def _agreed(self, units: Units) -> list[Exchange]:
-        """Agree with the other ranks, process group by process group."""
-        pairs = zip(self._call.entries, self._params, self.groups, strict=True)
-        keys = [(one.kind.process_group(p), group["ns_dtype"]) for one, p, group in pairs]
+    def _among(self, ranks_of: Sequence[numbers.Group], units: Units) -> list[Exchange]:
+        """Return how parameters step, process group by process group; None is this rank alone."""
+        keys = [(one, group["ns_dtype"]) for one, group in zip(ranks_of, self.groups, strict=True)]
         first_in: dict[int, int] = {}
         for owner, group in enumerate(self.groups):
             first_in.setdefault(id(group), owner)
         exchanges: list[Exchange] = []
-        for ranks, setting in dict.fromkeys(key for key in keys if key[0] is not None):
+        for ranks, setting in dict.fromkeys(keys):
             held = {
                 identity: unit.held(first_in[id(self.groups[unit.owner])])
                 for identity, unit in units.items()
@@ -200,7 +179,7 @@ class _Step:
             }
             # Processors may differ, but all ranks have to send the same dtype.
             here = int(_dtype(setting, self._device) is torch.float32)
-            (is_float32,) = numbers.largest([here], [ranks])
+            (is_float32,) = numbers.largest([here], [] if ranks is None else [ranks])
             dtype = torch.float32 if is_float32 else torch.bfloat16
             exchanges += [(*one, dtype) for one in rounds_of(held, ranks, MAX_NUMEL)]
         return exchanges

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from zero8.environment import numbers
-from zero8.state import float32_modules
 from zero8.state.params import ParamInfo
 from zero8.state.settings import Settings
 from zero8.state.tell import tell_once
@@ -33,32 +32,14 @@ def log_float32_shares(settings: Settings, infos: Collection[ParamInfo]) -> None
     if not shares or numbers.rank() > 0:
         return
     whole = sum(shares.values())
-    causes = ", ".join(f"{cause}: {share:.1%}" for cause, share in shares.items())
+    reasons = ", ".join(f"{reason}: {share:.1%}" for reason, share in shares.items())
     # Norms and biases alone, which every model has, need no warning.
     logger.log(
         logging.WARNING if whole > FLOAT32_SHARE_TO_WARN else logging.INFO,
         "zero8: %.1f %% of the elements keep float32 moments (%s): memory_report() lists them",
         100 * whole,
-        causes,
+        reasons,
     )
-
-
-def warn_of_copied_embeddings(settings: Settings, infos: Collection[ParamInfo]) -> None:
-    """Warn of a parameter that may be a copy of the weight of a `zero8.StableEmbedding`.
-
-    Some programs give the optimizer float32 copies, which are in no module.
-    """
-    if numbers.rank() > 0 or any(info.why_float32 == float32_modules.REASON for info in infos):
-        return
-    shapes = {tuple(p.shape) for p in float32_modules.params() if p.requires_grad}
-    for info in infos:
-        if info.shape in shapes and settings.decide(info).grid is not None:
-            logger.warning(
-                "zero8: parameter %s has the shape of the weight of a StableEmbedding, but is "
-                "another tensor, and gets 8-bit moments; if it is a copy of that weight, name it "
-                "in fp32_params",
-                info.label,
-            )
 
 
 def warn_of_missing_decay(options: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -20,12 +21,12 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank holds of a parameter with matrices that are cut.
+    """What a rank holds of a parameter.
 
     Attributes:
         shape: the whole parameter's.
         like: the index among the parameters of the step of the first that has the same settings.
-        ranges: the elements on this rank, of each matrix that is cut, by its number.
+        ranges: the elements on this rank, of each matrix, by its number.
     """
 
     shape: tuple[int, ...]
@@ -38,7 +39,7 @@ class Round:
     """Matrices of one shape that are gathered at once.
 
     Attributes:
-        group: the ranks that share them.
+        group: the ranks that share them, None for this rank alone.
         owned: the matrices that each rank gathers.
         held: what each rank holds, of the matrices of all rounds.
     """
@@ -54,6 +55,8 @@ class Round:
         order of `owned`, all of one dtype; at least one tensor, which may be empty.  `f` gets this
         rank's own matrices, (elements,) one after the other.
         """
+        if self.group is None:
+            return fill(views, f(torch.cat(list(views))))
         rank = distributed.get_rank(self.group)
         mine, here = self.owned[rank], self.held[rank]
         sent = [sum(n for key in keys for _, n in _ranges(here, key)) for keys in self.owned]
@@ -98,13 +101,16 @@ def rounds_of(
 ) -> list[tuple[list[int], list[Round]]]:
     """Return parameters to step together, of one shape and settings, with the rounds for them.
 
-    All ranks of the group must call it.  Each matrix goes to the one of its holders that has the
-    least to compute so far.  A rank gathers at most `max_numel` elements in a round, unless one
-    matrix has more.  Raises ValueError on all ranks if they do not hold all of a matrix.
+    All ranks of the group must call it; None is this rank alone.  Each matrix goes to the one of
+    its holders that has the least to compute so far.  A rank gathers at most `max_numel` elements
+    in a round, unless one matrix has more.  Raises ValueError on all ranks if they do not hold all
+    of a matrix.
     """
-    of_ranks: list[dict[int, Held]] = [{} for _ in range(distributed.get_world_size(group))]
-    wait_for_gloo_at_exit()
-    distributed.all_gather_object(of_ranks, dict(held), group=group)
+    of_ranks: list[Any] = [held]
+    if group is not None:
+        of_ranks *= distributed.get_world_size(group)
+        wait_for_gloo_at_exit()
+        distributed.all_gather_object(of_ranks, dict(held), group=group)
     costs = [0] * len(of_ranks)
     found = []
     for (shape, _), identities in _alike(of_ranks):

@@ -11,7 +11,7 @@ from zero8.op.cuda import kernel_on
 from zero8.op.kernel import CpuKernel
 from zero8.optimizer import muon_step as muon
 from zero8.optimizer import widened
-from zero8.optimizer.batch import Batch, extents_of, turns_of
+from zero8.optimizer.batch import Batch, overlap
 from zero8.optimizer.call import Call, How, in_float32, in_one
 from zero8.optimizer.entry import Entry
 from zero8.spec.algorithm import Algorithm
@@ -25,9 +25,7 @@ class Plan:
     keys: object  # of all of their states, as the stepper reads them
     seen: np.ndarray  # their values, gradients and contents, like `Entry.seen`
     is_plain: bool  # whether all entries are
-    extents: np.ndarray  # the bytes that each parameter spans
-    addresses: bytes  # of the parameters when `turns` were found
-    turns: np.ndarray
+    addresses: bytes  # of the parameters, which did or did not share memory there
     calls: list[Call]  # in order
     is_on_gpus: bool
 
@@ -36,47 +34,40 @@ def planned(batch: Batch, entries: list[Entry], keys: object) -> Plan:
     """Return the plan for a batch; see `calls_of`."""
     seen = [one.seen for one in entries]
     together = [rows[at] for at in (slice(0, 1), slice(1, 2), slice(2, None)) for rows in seen]
-    addresses, extents = batch.addresses()[0], extents_of(batch.values)
-    turns = turns_of(addresses, extents)
-    calls = calls_of(batch, entries, turns)
+    addresses = batch.addresses()[0]
+    calls = calls_of(batch, entries, overlap(addresses, batch.values))
     return Plan(
         entries=entries,
         keys=keys,
         seen=np.concatenate(together),
         is_plain=all(one.is_plain for one in entries),
-        extents=extents,
         addresses=addresses.tobytes(),
-        turns=turns,
         calls=calls,
         is_on_gpus=any(not isinstance(call.kernel, CpuKernel) for call in calls),
     )
 
 
-def calls_of(batch: Batch, entries: Sequence[Entry], turns: np.ndarray) -> list[Call]:
+def calls_of(batch: Batch, entries: Sequence[Entry], shares_memory: bool) -> list[Call]:
     """Return the calls of a step.
 
-    The contiguous parameters of one device and algorithm step together; INT8 weights apart where no
-    kernel takes them; those that share memory with earlier ones in further turns.  A parameter that
-    is in the batch twice, as tied weights may be, steps once.  Blocks are defined in the logical
-    order of the elements: a parameter in another layout, such as channels_last, steps on a copy, by
-    itself.
+    The contiguous parameters of one device and algorithm step together, unless some share memory;
+    INT8 weights apart where no kernel takes them.  A parameter that is in the batch twice, as tied
+    weights may be, steps once.  Blocks are defined in the logical order of the elements: a
+    parameter in another layout, such as channels_last, steps on a copy, by itself.
     """
-    together: dict[tuple[int, int, Algorithm, bool, int], list[int]] = {}
+    together: dict[tuple[int, Algorithm, bool, int], list[int]] = {}
     known: set[Entry] = set()
     for place, (value, entry) in enumerate(zip(batch.values, entries, strict=True)):
         if entry in known:
             continue
         known.add(entry)
         is_widened = value.dtype == torch.int8 and widened.is_widened(value.device)
-        itself = -1 if entry.seen["contiguous"][0] else place
-        device = int(entry.seen["kind"][0]) >> 32
-        key = int(turns[place]), device, entry.algorithm, is_widened, itself
+        itself = place if shares_memory or not entry.seen["contiguous"][0] else -1
+        key = int(entry.seen["kind"][0]) >> 32, entry.algorithm, is_widened, itself
         together.setdefault(key, []).append(place)
     return [
         _call(batch, [entries[place] for place in places], places, _how(algorithm, is_widened))
-        for (_, _, algorithm, is_widened, _), places in sorted(
-            together.items(), key=lambda item: item[0][0]
-        )
+        for (_, algorithm, is_widened, _), places in together.items()
     ]
 
 

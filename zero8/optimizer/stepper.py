@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes the steps of an optimizer, and caches plans and records between them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from operator import is_, itemgetter
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,14 +13,14 @@ from torch import Tensor
 from zero8.environment.interrupts import put_off
 from zero8.op import kernel
 from zero8.op.cuda import is_capturing, kernel_on
-from zero8.optimizer.batch import Batch, Group, Row, turns_of
+from zero8.optimizer.batch import Batch, Begin, Group, Row
 from zero8.optimizer.call import NextStep
 from zero8.optimizer.check import check_class, check_tensors
 from zero8.optimizer.clipping import GradFactor
 from zero8.optimizer.entry import Entry, WeightSums, contents_of, prepared
 from zero8.optimizer.nonfinite import Ledger
 from zero8.optimizer.plan import Plan, planned
-from zero8.optimizer.states import States
+from zero8.optimizer.states import HoldsStates
 from zero8.state.entries import is_new, others_in
 from zero8.state.extent import NEVER_SHARDED, local_grad
 from zero8.state.header import Entries
@@ -30,22 +29,6 @@ from zero8.state.memory import counters, unknown_memory
 from zero8.state.params import ParamInfo
 from zero8.state.weights import int8_rows, values_of
 from zero8.state.whole import WholeTensor
-
-Begin = Callable[[Batch, float], Batch]
-"""Takes a batch and the factor of its gradients, and returns what is to be stepped now."""
-
-
-class Beside(Protocol):
-    """What steps parameters beside the calls of `step`."""
-
-    def begin(self, optimizer: torch.optim.Optimizer) -> Begin | None:
-        """Wait for the steps before; return what takes parameters out of the next, if any does."""
-
-    def wait(self) -> None:
-        """Wait for pending steps."""
-
-    def remove(self) -> None:
-        """Finish pending steps, and have calls of `step` step all parameters."""
 
 
 @contextmanager
@@ -75,13 +58,13 @@ class Stepper:
         weight_sums: the sums of weights with corrections that steps have left.
     """
 
-    def __init__(self, states: States):
+    def __init__(self, optimizer: HoldsStates):
         """Start without plans; compiles nothing yet."""
         self.counts = Ledger()
         self.factor = GradFactor()
         self.copies: dict[Tensor, Tensor] = {}
         self.weight_sums = WeightSums()
-        self._states, self._optimizer = states, states.optimizer
+        self._optimizer = optimizer
         self._entries: dict[int, Entry] = {}  # by the parameter's id
         # By the first parameter's id: ZeRO-3 steps one sub-group after the other.
         self._plans: dict[int, Plan] = {}
@@ -109,7 +92,8 @@ class Stepper:
 
     def step_one(self, p: Tensor, grad: Tensor) -> None:
         """Take the step of one parameter with a gradient that it may no longer have."""
-        group = self._states.params.group_of(p, self._optimizer.param_groups)
+        groups = self._optimizer.param_groups
+        group = next(group for group in groups if any(one is p for one in group["params"]))
         value, state = values_of(p), self._optimizer.state[p]
         batch = Batch([(group, 1)], [p], [value], [local_grad(p, grad)], [state])
         self.step_batch(batch, self.factor)
@@ -151,7 +135,7 @@ class Stepper:
         known = self._entries
         unfit = [row for at, row in rows.items() if at not in known or not known[at].is_valid(row)]
         if unfit:
-            self._prepare(unfit, self._states.infos(groups))
+            self._prepare(unfit, self._optimizer.infos(groups))
         return [known[id(p)] for p in batch.params]
 
     def _prepare(self, rows: Sequence[Row], infos: Mapping[Tensor, ParamInfo]) -> None:
@@ -165,7 +149,8 @@ class Stepper:
                 kernel_on(device)
             for row in rows:
                 p, was_new, before = row.param, is_new(row.state), self._entries.get(id(row.param))
-                kind = self._states.kind_of(p, row.state, row.group)
+                algorithm = self._optimizer.algorithm_of(row.group)
+                kind = self._optimizer.kind_of(p, row.state, algorithm)
                 entry = prepared(kind, row, infos[p], self.weight_sums)
                 self._entries[id(p)] = entry
                 # Partitions, whose moments move, note what is written into them.
@@ -174,7 +159,7 @@ class Stepper:
                         row.state.update(unknown_memory(kind.algorithm))
         except Exception:  # a failed step must not leave new states behind
             for row in new:
-                others = others_in(row.state, self._states.algorithm_of(row.group))
+                others = others_in(row.state, self._optimizer.algorithm_of(row.group))
                 row.state.clear()
                 row.state.update(others)
                 if not others:
@@ -183,7 +168,9 @@ class Stepper:
 
     def _check(self, label: str, row: Row) -> None:
         # A parameter that was frozen when the optimizer was made is checked here first.
-        check_class(label, row.param, self._states.algorithm_of(row.group), self._states.settings)
+        check_class(
+            label, row.param, self._optimizer.algorithm_of(row.group), self._optimizer.settings
+        )
         is_int8 = int8_rows(row.param) is not None
         check_tensors(label, row.value, row.grad, is_int8=is_int8)
 
@@ -193,7 +180,7 @@ class Stepper:
         which: list[np.ndarray] = []
         states = iter(batch.states)
         for group, count in batch.groups:
-            algorithm, mine = self._states.algorithm_of(group), list(islice(states, count))
+            algorithm, mine = self._optimizer.algorithm_of(group), list(islice(states, count))
             columns = [list(map(read, mine)) for read in counters(algorithm).values()]
             first = tuple(map(itemgetter(0), columns))
             if set(map(list.count, columns, first)) == {count}:  # as most often
@@ -209,10 +196,10 @@ class Stepper:
         return steps, which[0] if len(which) == 1 else np.concatenate(which)
 
     def _next_step(self, group: Group, factor: float, step: float, *memory: float) -> NextStep:
-        number, algorithm = int(step) + 1, self._states.algorithm_of(group)
+        number, algorithm = int(step) + 1, self._optimizer.algorithm_of(group)
         after = algorithm.next_memory(number, tuple(map(float, memory)), group)
         entries = dict(zip(counters(algorithm), (number, *after), strict=True))
-        scalars = algorithm.scalars(number, after, group, self._states.settings.bias_correction)
+        scalars = algorithm.scalars(number, after, group, self._optimizer.settings.bias_correction)
         if factor != 1.0:
             scalars = scalars._replace(grad_factor=factor)
         return NextStep(number, entries, scalars)
@@ -252,11 +239,7 @@ def _addresses_if_valid(plan: Plan, batch: Batch) -> np.ndarray | None:
     if addresses is None:
         return None
     addresses = addresses.reshape(2, -1)
-    if (moved := addresses[0].tobytes()) != plan.addresses:
-        if (turns_of(addresses[0], plan.extents) != plan.turns).any():
-            return None
-        plan.addresses = moved
-    return addresses
+    return addresses if addresses[0].tobytes() == plan.addresses else None
 
 
 def _contents(batch: Batch, entries: Sequence[Entry], is_plain: bool) -> Contents:

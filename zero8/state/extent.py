@@ -54,11 +54,6 @@ class Extent:
         """Number of elements."""
         return math.prod(self.local_shape)
 
-    @property
-    def loaded(self) -> "Extent":
-        """The extent of this one's tensors as a checkpoint loads them."""
-        return self
-
     def table(self, parameter: Piece) -> PieceTable:
         """Return the segment table of the box of a whole parameter, one piece for each run."""
         pieces = [

@@ -2,7 +2,7 @@
 """The contract of a kind of state: the interface to one way of keeping moments."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor
@@ -103,8 +103,3 @@ class StateKind(ABC):
         elements.
         """
         return tuple(state), list(state.values())
-
-
-def kind_of(kinds: Sequence[StateKind], p: Tensor, state: Entries) -> StateKind:
-    """Return the first of an optimizer's kinds that serves a parameter."""
-    return next(kind for kind in kinds if kind.serves(p, state))

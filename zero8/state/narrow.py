@@ -5,15 +5,15 @@ A group of narrow rows has one scale (`zero8.spec.grid`), or one on each side of
 that cuts it.  With one scale per row, scales are sharded as rows are, for any world size.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from zero8.spec.codec import MomentCode, dequantize, quantize
+from zero8.spec.codec import dequantize
 from zero8.spec.grid import is_narrow, rows_per_block
-from zero8.spec.packing import packed, unpacked
 from zero8.state.extent import Box, Extent
 from zero8.state.store import MomentStore
-from zero8.state.table import Piece
 
 
 def rows(extent: Extent) -> Box:
@@ -21,13 +21,11 @@ def rows(extent: Extent) -> Box:
     return (extent.local_shape[0], 1), (extent.offset[0], 0)
 
 
-def has_scales_of_rows(parameter: Piece, extent: Extent, scales: object) -> bool:
-    """Return whether the loaded scales of a parameter are one per narrow row."""
+def has_scales_of_rows(extent: Extent, scales: object, of_groups: Box) -> bool:
+    """Return whether the scales of a parameter are one per narrow row, not one per group."""
     if not is_narrow(extent.shape) or not isinstance(scales, Tensor) or scales.ndim == 0:
         return False
-    loaded = extent.loaded
-    (groups, _), _ = loaded.scale_box(parameter)
-    return scales.shape[0] == loaded.local_shape[0] != groups
+    return scales.shape[0] != of_groups[0][0]
 
 
 def scales_of_rows(store: MomentStore, extent: Extent) -> Tensor:
@@ -36,56 +34,43 @@ def scales_of_rows(store: MomentStore, extent: Extent) -> Tensor:
     return store.scales[_group_of_row(extent, piece.block_size)].unsqueeze(1)
 
 
+def scales_of_groups(scales: Tensor, extent: Extent, block_size: int) -> Tensor:
+    """Return the scale of each group's first row; scales are (rows, *code.scale_shape)."""
+    group = _group_of_row(extent, block_size)
+    first = torch.nonzero(torch.diff(group, prepend=group[:1] - 1)).flatten()
+    return scales[first.to(scales.device)]
+
+
 def cut_groups(scales: Tensor, extent: Extent, block_size: int) -> Tensor:
     """Return the groups of a part whose rows have different scales, as a boundary has cut them.
 
-    `scales` are (rows, 1, *code.scale_shape) float32.
+    `scales` are (rows, *code.scale_shape) float32.
     """
     group = _group_of_row(extent, block_size).to(scales.device)
-    return _cut(scales, _scales_of_groups(scales, group), group)
-
-
-def _scales_of_groups(scales: Tensor, group: Tensor) -> Tensor:
-    """Return the scale of each group's first row."""
-    first = torch.nonzero(torch.diff(group, prepend=group[:1] - 1)).flatten()
-    return scales[first]
-
-
-def _cut(scales: Tensor, of_group: Tensor, group: Tensor) -> Tensor:
-    differs = (scales != of_group[group]).flatten(1).any(1)
-    cut: Tensor = group[differs].unique()
+    differs = scales != scales_of_groups(scales, extent, block_size)[group]
+    cut: Tensor = group[differs.unsqueeze(-1).flatten(1).any(1)].unique()
     return cut
 
 
-def grouped(
-    code: MomentCode, codes: Tensor, scales: Tensor, extent: Extent, parameter: Piece
-) -> tuple[Tensor, Tensor]:
-    """Return codes, and scales of groups, of a moment that has scales of rows.
+def joined(store: MomentStore, extent: Extent) -> MomentStore:
+    """Return a moment with the scales of groups, of one that has those of rows.
 
     Rows of a group that a former shard boundary cut have different scales: they are decoded and
-    encoded again together, each moment within half a code.  All other codes are kept.  Codes are as
-    they are stored, (rows, bytes) uint8; scales (rows, 1, *code.scale_shape) float32, returned for
-    the groups touched.  `parameter` is the whole one as a piece.
+    encoded again together, each moment within half a code.  The others are kept.
     """
-    group = _group_of_row(extent, parameter.block_size).to(scales.device)
-    of_group = _scales_of_groups(scales, group)
-    joined = _cut(scales, of_group, group)
-    if not len(joined):
-        return codes, of_group
-    number = torch.arange(len(group), device=group.device)
-    place = torch.isin(group, joined)
-    # Rows begin with a unit: those that are taken out lie as the first ones of a parameter do.
-    where, row_length = (parameter.grid, 0), parameter.grid.own_row_length
-    mixed = codes[place]
-    row = number[place].repeat_interleave(row_length)
-    of_rows = unpacked(mixed.flatten(), *where, row.numel(), code.bits)
-    x = dequantize(code, of_rows, scales.squeeze(1), row)
-    block = torch.searchsorted(joined, group[row])
-    codes = codes.clone()
-    new, of_joined = quantize(code, x, block, len(joined))
-    codes[place] = packed(new, *where, code.bits).view_as(mixed)
-    of_group[joined] = of_joined.unsqueeze(1)
-    return codes, of_group
+    (piece,), scales = store.table.pieces, store.scales
+    cut = cut_groups(scales, extent, piece.block_size).tolist()
+    codes = store.codes.clone() if cut else store.codes
+    of_groups = scales_of_groups(scales, extent, piece.block_size)
+    store = replace(store, codes=codes, scales=of_groups)
+    group, length = _group_of_row(extent, piece.block_size), piece.grid.own_row_length
+    for number in cut:
+        first, *_, last = torch.nonzero(group == number).flatten().tolist()
+        begin, count = first * length, last + 1 - first
+        row = torch.arange(count, device=scales.device).repeat_interleave(length)
+        codes = store.codes_of(0, begin, begin + count * length)
+        store.write(begin, dequantize(store.code, codes, scales[first : last + 1], row))
+    return store
 
 
 def _group_of_row(extent: Extent, block_size: int) -> Tensor:

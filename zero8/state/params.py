@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -22,9 +21,6 @@ All copies must take the same steps.  Each stage cuts its parameters among its r
 places, and a block that is cut has two scales, so that the codes of the copies would differ.
 Float32 moments have no blocks.
 """
-
-Group = dict[str, Any]
-"""A parameter group of an optimizer."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,6 @@ class KnownParams:
         """Start without parameters."""
         self._originals: dict[int, tuple[weakref.ref[Tensor], ParamInfo]] = {}
         self._why_float32: dict[Tensor, str] = {}  # of those that `_originals` cannot have
-        self._places: tuple[list[Group], dict[Tensor, tuple[Group, int]]] = ([], {})
 
     def remember(
         self,
@@ -74,12 +69,12 @@ class KnownParams:
     ) -> None:
         """Note the parameters in groups that are not known yet.
 
-        Those that `bears_weak_references` excludes are skipped: no framework replaces them.  So are
-        those of lazy modules, whose shape is not known yet.  `names` are a framework's, for
-        parameters that come without one; `shape_of` returns the global shape of a parameter.
+        Those that `bears_weak_references` excludes are skipped: no framework replaces them.
+        `names` are a framework's, for parameters that come without one; `shape_of` returns the
+        global shape of a parameter.
         """
         for p, info in self._infos_of(groups).items():
-            if id(p) not in self._originals and bears_weak_references(p) and not is_lazy(p):
+            if id(p) not in self._originals and bears_weak_references(p):
                 info = replace(info, name=info.name or names.get(p), shape=shape_of(p))
                 self._originals[id(p)] = (weakref.ref(p), info)
 
@@ -108,22 +103,6 @@ class KnownParams:
             known |= dict(zip(copies, trained, strict=True))
         return {p: known.get(p, info) for p, info in infos.items()}
 
-    def group_of(self, p: Tensor, groups: list[Group]) -> Group:
-        """Return the group of a parameter.
-
-        A script may move parameters from group to group.  ZeRO-3 takes all but one partition out
-        of their group for a step, and they belong there still.
-        """
-        known, places = self._places
-        group, place = places.get(p, ({"params": []}, 0))
-        is_known = known is groups
-        if not is_known or not any(one is p for one in group["params"][place : place + 1]):
-            places = (places if is_known else {}) | {
-                one: (group, place) for group in groups for place, one in enumerate(group["params"])
-            }
-            self._places = groups, places
-        return places[p][0]
-
     def why_float32(self, groups: Iterable[dict[str, Any]]) -> dict[str, str]:
         """Return `ParamInfo.why_float32` by label."""
         # Under ZeRO the groups have flat partitions instead.
@@ -150,13 +129,8 @@ class KnownParams:
                     name, why = name or tied_names[p], why or TIED
                 index += 1
                 if p not in infos:  # a group may have it twice
-                    infos[p] = ParamInfo(name, index, shape_here(p), why)
+                    infos[p] = ParamInfo(name, index, tuple(p.shape), why)
         return infos
-
-
-def shape_here(p: Tensor) -> tuple[int, ...]:
-    """Return the shape of a parameter, (0,) until its lazy module has seen an input."""
-    return (0,) if is_lazy(p) else tuple(p.shape)
 
 
 def bears_weak_references(p: Tensor) -> bool:

@@ -30,12 +30,7 @@ Cut = tuple[Any, int]
 
 @dataclass(frozen=True)
 class PlacedExtent(Extent):
-    """This rank's box of a parameter.
-
-    Attributes:
-        mesh: the parameter's.
-        placements: the parameter's.
-    """
+    """This rank's box of a parameter, with the parameter's mesh and placements."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -60,11 +55,6 @@ class PlacedExtent(Extent):
             ranges.append(_held(size, cuts, tuple(coordinate[mesh_dim] for mesh_dim in sizes)))
         offset, local_shape = zip(*ranges, strict=True) if ranges else ((), ())
         return cls(tuple(p.shape), local_shape, offset, p.device_mesh, tuple(p.placements))
-
-    @property
-    def loaded(self) -> Extent:
-        """See `Extent`: DTensors have global shapes, and other tensors are whole."""
-        return Extent.whole(self.shape)
 
     def check_blocks(self, parameter: Piece) -> None:
         """Raise ValueError unless the blocks of every rank are blocks of the whole parameter.
@@ -114,7 +104,10 @@ class PlacedExtent(Extent):
         return tuple(value.shape) == self.shape and place == (self.mesh, self.placements)
 
     def part_of(self, name: str, saved: Tensor, shape: tuple[int, ...], box: Box) -> Tensor:
-        """See `Extent`."""
+        """See `Extent`; a plain tensor of the shape of this rank's part is that part."""
+        is_part = tuple(saved.shape) == (*box[0], *shape[len(box[0]) :])
+        if is_part and not isinstance(saved, DTensor):
+            return saved
         if tuple(saved.shape) != shape:
             raise ValueError(f"{name}: got shape {tuple(saved.shape)}, expected {shape}")
         if not isinstance(saved, DTensor):

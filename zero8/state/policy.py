@@ -22,14 +22,10 @@ WRAPPER_PREFIXES = ("module.", "base_model.model.")
 
 @dataclass(frozen=True)
 class Decision:
-    """A parameter's block grid, None if its moments stay float32, and the reason in words.
-
-    `cause` is the category of the reason; empty for 8-bit moments.
-    """
+    """A parameter's block grid, None if its moments stay float32, and the reason in words."""
 
     grid: BlockGrid | None
     reason: str
-    cause: str = ""
 
 
 @dataclass(frozen=True)
@@ -77,19 +73,16 @@ class Policy:
                     "model.named_parameters() instead of model.parameters()"
                 )
             if _matches(name, pattern):
-                reason = f"matches fp32_params pattern {pattern!r}"
-                return Decision(None, reason, "fp32_params")
-        numel = math.prod(shape)
+                return Decision(None, f"matches fp32_params pattern {pattern!r}")
         if len(shape) < 2:
-            return Decision(None, f"{len(shape)}-dimensional", "of fewer than 2 dimensions")
+            return Decision(None, f"{len(shape)}-dimensional")
         if why_float32:
-            return Decision(None, why_float32, why_float32)
-        if numel < self.min_8bit_size:
-            reason = f"{numel} elements, fewer than min_8bit_size"
-            return Decision(None, reason, "small")
+            return Decision(None, why_float32)
+        if math.prod(shape) < self.min_8bit_size:
+            return Decision(None, "fewer elements than min_8bit_size")
         grid = BlockGrid.of(shape, self.block_size)
         if grid is None:
-            return Decision(None, "rows without elements", "empty")
+            return Decision(None, "rows without elements")
         if is_narrow(shape):
             rows = rows_per_block(shape, self.block_size)
             return Decision(grid, f"{grid.num_blocks} blocks of {rows} rows")
@@ -112,16 +105,16 @@ class Policy:
     def float32_shares(
         self, params: Iterable[tuple[str | None, tuple[int, ...], str]]
     ) -> dict[str, float]:
-        """Return the shares of all elements that keep float32 moments, the largest first.
+        """Return the shares of all elements that keep float32 moments, by reason, largest first.
 
-        By `Decision.cause`; `params` are the arguments of `decide` for each parameter.
+        `params` are the arguments of `decide` for each parameter.
         """
         numel_of: Counter[str] = Counter()
         for name, shape, why_float32 in params:
             decision = self.decide(name, shape, why_float32)
-            numel_of[decision.cause] += math.prod(shape)
-        kept = [(cause, numel) for cause, numel in numel_of.most_common() if cause and numel]
-        return {cause: numel / numel_of.total() for cause, numel in kept}
+            numel_of["" if decision.grid else decision.reason] += math.prod(shape)
+        kept = [(reason, numel) for reason, numel in numel_of.most_common() if reason and numel]
+        return {reason: numel / numel_of.total() for reason, numel in kept}
 
 
 def _matches(name: str, pattern: str) -> bool:

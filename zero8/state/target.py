@@ -19,7 +19,12 @@ from zero8.state.entries import codes_key, is_of_fp32
 from zero8.state.extent import Extent
 from zero8.state.header import Entries, StateHeader
 from zero8.state.memory import checked_memory, new_memory, unknown_memory
-from zero8.state.plain import PlainState, checked_step, dense_part, format_entry
+from zero8.state.plain import (
+    checked_step,
+    dense_part,
+    float32_form,
+    stores_of,
+)
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece
 from zero8.state.tell import tell_of_reencoding
@@ -27,15 +32,7 @@ from zero8.state.tell import tell_of_reencoding
 
 @dataclass(frozen=True)
 class Target:
-    """The form of the state of a parameter, or of this rank's part of it.
-
-    Attributes:
-        algorithm: the optimizer's.
-        codec: the optimizer's.
-        parameter: the whole parameter as a piece, under the optimizer's policy.
-        extent: the part.
-        device: the device of the part.
-    """
+    """The form of the state of a parameter, the whole one as a piece, or of this rank's part."""
 
     algorithm: Algorithm
     codec: Codec
@@ -53,7 +50,9 @@ class Target:
         `numbers` are the step and the remembered numbers.
         """
         parameter, extent = self.parameter, self.extent
-        entries = numbers | format_entry(self.algorithm, stores[0].codec, parameter)
+        codec = stores[0].codec if parameter.is_quantized else None
+        place = parameter.block_size, parameter.identity, parameter.shape
+        entries = numbers | {"format": StateHeader(self.algorithm, codec, *place).packed()}
         for store in stores:
             if not parameter.is_quantized:
                 entries[store.name] = extent.entry(store.dense, extent.shape, extent.box)
@@ -90,7 +89,7 @@ class Target:
         if missing := [key for key in expected if key not in saved]:
             raise ValueError(f"state of {name}: got entries {shown_keys(saved)}, without {missing}")
         numbers = {"step": checked_step(saved), **checked_memory(algorithm, saved)}
-        stores = PlainState.local(saved, self.extent, name).stores(name)
+        stores = stores_of(saved, self.extent, name)
         for store in stores:
             store.check_values()
         theirs = header.piece(name)
@@ -125,6 +124,34 @@ class Target:
             for rule in algorithm.moments
         ]
         return self._encoded(moments, {"step": step, **unknown_memory(algorithm)})
+
+    def take_assigned(self, entries: Entries, *, check_values: bool) -> None:
+        """Bring moments that other code has put into a live state, and its step, to its form.
+
+        Moments beside codes are encoded.  Raises ValueError if a moment or the step does not fit;
+        nothing has changed then.
+        """
+        extent, step = self.extent, checked_step(entries)
+        keeps_float32 = "format" in entries and not self.parameter.is_quantized
+        assigned = {
+            key: entries[key]
+            for key in self.algorithm.moment_names
+            if key in entries and not (keeps_float32 and self._is_kept(entries[key]))
+        }
+        if assigned:
+            has_codes = "format" in entries and self.parameter.is_quantized
+            others = float32_form(entries, extent) if has_codes else {}
+            new = self.from_fp32({**entries, **others, **assigned}, check_values=check_values)
+            for key in assigned:
+                del entries[key]
+            entries |= new
+        entries["step"] = step
+
+    def _is_kept(self, value: object) -> bool:
+        """Return whether a moment has the form of float32 ones."""
+        if not isinstance(value, Tensor) or value.dtype != torch.float32:
+            return False
+        return self.extent.has_form(value)
 
     def _zeros(self) -> list[MomentStore]:
         table, rules = self.extent.table(self.parameter), self.algorithm.moments

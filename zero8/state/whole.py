@@ -10,7 +10,7 @@ from zero8.state.extent import Extent, local
 from zero8.state.header import Entries, StateHeader
 from zero8.state.kind import StateKind
 from zero8.state.params import ParamInfo
-from zero8.state.plain import PlainState
+from zero8.state.plain import float32_form, saved_form, stores_of
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece
 from zero8.state.target import Target
@@ -41,15 +41,8 @@ class WholeTensor(StateKind):
 
     def moments(self, p: Tensor, state: Entries, info: ParamInfo | None) -> list[MomentStore]:
         """See `StateKind`."""
-        plain, parameter = self._plain(p, state, info)
-        stores = plain.stores(parameter.name)
-        assert info is not None, _KNOWN
-        if parameter.numel == p.numel() and parameter.shape != info.shape:
-            raise ValueError(
-                f"state of {info.label}: got moments of shape {parameter.shape}, the parameter has "
-                f"{info.shape}"
-            )
-        return stores
+        target = self._live(p, state, info)
+        return stores_of(state, target.extent, target.parameter.name)
 
     def adopted(self, p: Tensor, saved: Entries, info: ParamInfo | None) -> Entries:
         """See `StateKind`; moments of an fp32 optimizer are encoded."""
@@ -66,24 +59,22 @@ class WholeTensor(StateKind):
 
     def saved(self, p: Tensor, state: Entries, info: ParamInfo | None, in_fp32: bool) -> Entries:
         """See `StateKind`."""
-        plain, _ = self._plain(p, state, info)
+        extent = self._live(p, state, info).extent
         if not in_fp32:
-            return plain.saved()
+            return saved_form(state, extent)
         if "param_correction" in state:
             tell_once("zero8: state dicts in fp32 have no corrections of bfloat16 weights")
-        return {**others_in(state, self.algorithm), **plain.in_float32()}
+        return {**others_in(state, self.algorithm), **float32_form(state, extent)}
 
-    def _plain(self, p: Tensor, state: Entries, info: ParamInfo | None) -> tuple[PlainState, Piece]:
-        """Return a state, and its whole parameter as a piece; takes what is assigned."""
-        assert info is not None, _KNOWN
-        if self.algorithm.moments[0].name in state and "format" not in state:
-            target = self._target(p, self._parameter(info))
-            state |= target.from_fp32(state, check_values=self.raises_alone)
+    def _live(self, p: Tensor, state: Entries, info: ParamInfo | None) -> Target:
+        """Return the form of a live state, to which what other code has assigned is brought."""
         _bring_format_to_host(state)
-        parameter = StateHeader.of(state, info.label).piece(info.label)
-        plain = PlainState(state, self._extent(p, parameter))
-        plain.take_assigned(info.label, check_values=self.raises_alone)
-        return plain, parameter
+        parameter = self._parameter(info)
+        if "format" in state:
+            parameter = StateHeader.of(state, parameter.name).piece(parameter.name)
+        target = self._target(p, parameter)
+        target.take_assigned(state, check_values=self.raises_alone)
+        return target
 
     def _target(self, p: Tensor, parameter: Piece) -> Target:
         algorithm, codec = self.settings.algorithm, self.settings.codec

@@ -28,12 +28,13 @@ from zero8.spec.grid import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, BlockGrid
 from zero8.spec.levels import NearestEntry
 from zero8.spec.packing import packed
 from zero8.spec.shown import shown
-from zero8.state.entries import codes_key
 from zero8.state.extent import Extent
 from zero8.state.header import StateHeader
 from zero8.state.memory import unknown_memory
-from zero8.state.plain import PlainState, format_entry
+from zero8.state.plain import saved_form, stores_of
+from zero8.state.store import MomentStore
 from zero8.state.table import Piece
+from zero8.state.target import Target
 
 BLOCK_SIZE = 256
 """Of bitsandbytes."""
@@ -93,14 +94,13 @@ def _imported(index: int, state: dict) -> dict:
     if not _coincide(shape, size):
         return step | {name: _decoded(name, x) for name, x in moments.items()}
     piece = Piece(0, m.codes.numel(), 0, shape, dither.identity_of(index), size, str(index))
-    entries = format_entry(ADAM, codec, piece) | step | unknown_memory(ADAM)
+    extent, stores = Extent.whole(shape), []
     for name, (_, _, codes, scales) in moments.items():
-        rule = ADAM.moment(name)
-        code = codec.code_of(rule)
-        stored = packed(codes.reshape(-1), piece.grid, 0, code.bits)
-        entries[codes_key(rule, code)] = stored.view(piece.grid.code_shape(shape, code.bits))
-        entries[f"{name}_scale"] = scales.view(piece.grid.scale_shape(shape))
-    return entries
+        rule, table = ADAM.moment(name), extent.table(piece)
+        stored = packed(codes.reshape(-1), piece.grid, 0, codec.code_of(rule).bits)
+        stores.append(MomentStore(codec, rule, table, stored, scales, scales[:0]))
+    numbers = step | unknown_memory(ADAM)
+    return saved_form(Target(ADAM, codec, piece, extent).entries_of(stores, numbers), extent)
 
 
 def _decoded(name: str, moment: Coded) -> Tensor:
@@ -177,7 +177,7 @@ def _exported(state: dict) -> dict:
         return exported | {_KEYS[name][0]: state[name] for name in ADAM.moment_names}
     is_dynamic = header.codec == CODECS["dynamic"]
     verbatim = is_dynamic and size == BLOCK_SIZE and _coincide(shape, BLOCK_SIZE)
-    for store in PlainState.local(state, Extent.whole(shape), "").stores(""):
+    for store in stores_of(state, Extent.whole(shape), ""):
         code = CODECS["dynamic"].code_of(store.rule)
         assert isinstance(code, DynamicCode), "the codec `dynamic` has no other codes"
         if verbatim:

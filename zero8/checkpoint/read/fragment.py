@@ -17,13 +17,14 @@ from zero8.spec.buffers import check_entry
 from zero8.spec.codec import CODECS, DEFAULT_CODEC
 from zero8.spec.corrections import wide_weights
 from zero8.spec.dither import identity_of
+from zero8.spec.grid import is_narrow
 from zero8.spec.shown import shown_keys
 from zero8.state import narrow
 from zero8.state.entries import FIRST_ENTRIES, bits_at, is_of_fp32
 from zero8.state.extent import Extent
 from zero8.state.header import StateHeader
 from zero8.state.memory import checked_memory
-from zero8.state.plain import PlainState, checked_step
+from zero8.state.plain import checked_step, saved_form, stores_of
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 from zero8.state.target import Target
@@ -83,7 +84,7 @@ class Fragment:
         extent = Extent.whole(self.shape)
         numbers = {"step": self.step, **self.memory}
         target = Target(self.algorithm, self.stores[0].codec, self.piece, extent)
-        saved = PlainState(target.entries_of(self.stores, numbers), extent).saved()
+        saved = saved_form(target.entries_of(self.stores, numbers), extent)
         if self.correction is None:
             return saved
         return saved | {"param_correction": self.correction.view(self.shape)}
@@ -124,7 +125,7 @@ def fragment_of(file: Path, name: str, entries: dict, weights: Tensor | None) ->
             piece = Piece(0, extent.numel, 0, extent.shape, identity_of(name), 0, name)
             codec = CODECS[DEFAULT_CODEC]  # which encodes nothing in a piece without blocks
             entries = Target(algorithm_of_fp32(entries), codec, piece, extent).from_fp32(entries)
-        stores = PlainState.local(entries, extent, name).stores(name)
+        stores = stores_of(entries, extent, name)
         memory = checked_memory(StateHeader.of(entries, name).algorithm, entries)
         step = checked_step(entries)
         correction = entries.get("param_correction")
@@ -140,13 +141,14 @@ def fragment_of(file: Path, name: str, entries: dict, weights: Tensor | None) ->
 
 
 def _blocks_joined(entries: dict, extent: Extent, stores: list[MomentStore]) -> int:
-    """Return how many blocks of narrow rows were cut, and encoded anew by `PlainState.local`."""
+    """Return how many blocks of narrow rows were cut, and encoded anew by `stores_of`."""
     (piece,) = stores[0].table.pieces
+    if not piece.is_quantized or not is_narrow(piece.shape):
+        return 0
     joined = set[int]()
     for store in stores:
-        scales = entries.get(f"{store.name}_scale")
-        if narrow.has_scales_of_rows(piece, extent, scales):
-            joined.update(narrow.cut_groups(scales, extent, piece.block_size).tolist())
+        scales = entries[f"{store.name}_scale"].reshape(-1, *store.code.scale_shape)
+        joined.update(narrow.cut_groups(scales, extent, piece.block_size).tolist())
     return len(joined)
 
 

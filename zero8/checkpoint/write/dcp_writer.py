@@ -10,7 +10,7 @@ from zero8.checkpoint.read.contents import Contents
 from zero8.spec.codec import CODECS, DEFAULT_CODEC
 from zero8.spec.dither import identity_of
 from zero8.state.extent import Extent
-from zero8.state.plain import PlainState
+from zero8.state.plain import saved_form
 from zero8.state.policy import Policy
 from zero8.state.table import Piece
 from zero8.state.target import Target
@@ -81,5 +81,5 @@ def _zeros(contents: Contents, names: list[str]) -> dict[str, dict]:
         piece = Piece(0, extent.numel, 0, shape, identity_of(name), size, name)
         codec = like.stores[0].codec if like else CODECS[DEFAULT_CODEC]
         target = Target(contents.algorithm_of(name), codec, piece, extent)
-        states[name] = PlainState(target.new(), extent).saved()
+        states[name] = saved_form(target.new(), extent)
     return states
