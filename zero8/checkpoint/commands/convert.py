@@ -107,11 +107,10 @@ def convert(source: Path, target: Path, to: str) -> dict:
         name_latest(target.absolute())
     if missing := [name for name in found.parameters if name not in found.model]:
         found.notes.append(f"got no weights of {len(missing)} parameters, such as {missing[0]}")
-    facts = opened.facts()
     return {
         "source": str(source),
-        "kind": facts.kind,
-        "ranks": facts.world_size,
+        "kind": opened.kind,
+        "ranks": opened.world_size,
         "target": str(target),
         "to": to,
         "parameters": len(found.parameters),

@@ -58,7 +58,7 @@ def count(source: Source) -> list[Counted]:
     def counted(name: str) -> Counted:
         return _counted(joined(source.fragments(name), with_weights=False))
 
-    return [one for _, one in in_threads("inspect", sorted(source.names()), counted)]
+    return [one for _, one in in_threads("inspect", sorted(source.names), counted)]
 
 
 def _counted(parameter: Fragment) -> Counted:
@@ -86,10 +86,12 @@ def _counted(parameter: Fragment) -> Counted:
 def result_of(source: Source, params: list[dict]) -> dict:
     """Return the JSON object: facts of the whole, and an entry per parameter."""
     quantized = [param for param in params if param["codec"]]
-    sizes = sizes_bytes(source.files())
+    sizes = sizes_bytes(source.files)
     return {
         "path": str(source.path),
-        **source.facts()._asdict(),
+        "kind": source.kind,
+        "world_size": source.world_size,
+        "stage": source.stage,
         "files": len(sizes),
         "bytes": sum(sizes.values()),
         "codecs": sorted({param["codec"] for param in quantized}),

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from zero8.checkpoint.read.joined import joined
-from zero8.checkpoint.read.open import open_checkpoint
+from zero8.checkpoint.read.open import located, open_checkpoint
 from zero8.checkpoint.read.source import Source, in_threads, sizes_bytes
 from zero8.files.manifest import Manifest
 from zero8.files.tags import INCOMPLETE, tag_at
@@ -30,15 +30,15 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
         raise FileNotFoundError(f"{arguments.path}: not found")
     source, folder, problems = None, arguments.path, []
     try:
-        source = open_checkpoint(arguments.path)
-        folder = source.path
+        folder, _ = located(arguments.path)
+        source = open_checkpoint(folder)
     except (ValueError, OSError) as error:
         problems.append(str(error))
     listed, damages = _against_manifest(folder)
     problems = damages + problems
     if source:
         problems += _contents(source)
-    read = (listed or {}) | (sizes_bytes(source.files()) if source else {})
+    read = (listed or {}) | (sizes_bytes(source.files) if source else {})
     num_bytes = sum(read.values())
     seconds = time.perf_counter() - began
     result = {
@@ -86,13 +86,8 @@ def _contents(source: Source) -> list[str]:
             return str(error)
         return ""
 
-    try:
-        names = source.names()
-    except (ValueError, OSError) as error:
-        return [str(error)]
-    return source.damages() + [
-        problem for _, problem in in_threads("contents", names, check) if problem
-    ]
+    found = in_threads("contents", source.names, check)
+    return source.damages + [problem for _, problem in found if problem]
 
 
 def _text(result: dict) -> str:

@@ -89,7 +89,7 @@ def _write_groups(contents: Contents, step: int, path: Path) -> None:
     for_stage3 = {"state": {0: {"step": step}}, "param_groups": groups}
     save(
         {
-            **_scaling(contents.source.scaling()),
+            **_scaling(contents.source.scaling),
             "param_groups": groups,
             "optimizer_state_dict": for_stage3,
             "ds_version": DEEPSPEED_VERSION,
@@ -131,7 +131,7 @@ def _only(found: dict, keys: tuple[str, ...]) -> dict:
 
 
 def _write_run(contents: Contents, step: int, folder: Path) -> None:
-    run, tied = contents.source.run(), contents.source.tied()
+    run, tied = contents.source.run, contents.source.tied
     rest = {
         name: values
         for name, values in contents.model.items()
