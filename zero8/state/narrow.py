@@ -36,27 +36,6 @@ def scales_of_rows(store: MomentStore, extent: Extent) -> Tensor:
     return store.scales[_group_of_row(extent, piece.block_size)].unsqueeze(1)
 
 
-def cut_groups(scales: Tensor, extent: Extent, block_size: int) -> Tensor:
-    """Return the groups of a part whose rows have different scales, as a boundary has cut them.
-
-    `scales` are (rows, 1, *code.scale_shape) float32.
-    """
-    group = _group_of_row(extent, block_size).to(scales.device)
-    return _cut(scales, _scales_of_groups(scales, group), group)
-
-
-def _scales_of_groups(scales: Tensor, group: Tensor) -> Tensor:
-    """Return the scale of each group's first row."""
-    first = torch.nonzero(torch.diff(group, prepend=group[:1] - 1)).flatten()
-    return scales[first]
-
-
-def _cut(scales: Tensor, of_group: Tensor, group: Tensor) -> Tensor:
-    differs = (scales != of_group[group]).flatten(1).any(1)
-    cut: Tensor = group[differs].unique()
-    return cut
-
-
 def grouped(
     code: MomentCode, codes: Tensor, scales: Tensor, extent: Extent, parameter: Piece
 ) -> tuple[Tensor, Tensor]:
@@ -68,8 +47,8 @@ def grouped(
     the groups touched.  `parameter` is the whole one as a piece.
     """
     group = _group_of_row(extent, parameter.block_size).to(scales.device)
-    of_group = _scales_of_groups(scales, group)
-    joined = _cut(scales, of_group, group)
+    of_group = scales[torch.nonzero(torch.diff(group, prepend=group[:1] - 1)).flatten()]
+    joined = group[(scales != of_group[group]).flatten(1).any(1)].unique()
     if not len(joined):
         return codes, of_group
     number = torch.arange(len(group), device=group.device)

@@ -81,14 +81,12 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
         result = convert(arguments.source, arguments.target, arguments.to)
     except (OSError, RuntimeError, ValueError) as error:
         return 1, {"error": str(error)}, f"zero8 checkpoint convert: {error}"
-    joined = f"{result['blocks_joined']} blocks that a shard boundary cut were encoded as one, each"
     key = '["optimizer"]' if result["has_weights"] else ""
     how = TARGETS[arguments.to][1].format(
         out=str(arguments.target), folder=str(arguments.target.parent), key=key
     )
     lines = [
         "{target}: {parameters} parameters with moments, {bytes} bytes".format(**result),
-        *([f"{joined} moment within half a code"] if result["blocks_joined"] else []),
         *result["notes"],
         f"To load it: {how}",
     ]
@@ -115,7 +113,6 @@ def convert(source: Path, target: Path, to: str) -> dict:
         "to": to,
         "parameters": len(found.parameters),
         "steps": max(parameter.step for parameter in found.parameters.values()),
-        "blocks_joined": sum(p.blocks_joined for p in found.parameters.values()),
         "bytes": _bytes(target),
         "has_weights": bool(found.model),
         "notes": found.notes,
