@@ -160,7 +160,7 @@ def _model(source: Source, parameters: dict[str, Fragment], empty: Empty) -> dic
             found[name] = weights.view(parameters[owner].shape)
         elif name in readers:
             values = readers[name]().detach()
-            found[name] = empty(tuple(values.shape), values.dtype).copy_(values)
+            found[name] = empty(tuple(values.shape), dtype=values.dtype).copy_(values)
     return found
 
 

@@ -21,15 +21,10 @@ from zero8.state.extent import Extent
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 
-Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
-"""Returns an uninitialized tensor of a shape."""
+Empty = Callable[..., Tensor]
+"""Returns an uninitialized tensor of a shape and a `dtype`, as torch.empty does."""
 SMALL_BYTES = 1 << 20
 """Smaller tensors are in memory."""
-
-
-def in_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return an uninitialized tensor."""
-    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def mapped_tensor(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -53,7 +48,7 @@ def mapped_tensor(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> T
 
 def joined(
     fragments: list[Fragment],
-    empty: Empty = in_memory,
+    empty: Empty = torch.empty,
     *,
     decoded: bool = False,
     with_weights: bool = True,
@@ -134,7 +129,7 @@ def _values(fragments: list[Fragment], name: str, empty: Empty) -> Tensor | None
     parts = [(fragment.piece, getattr(fragment, name)) for fragment in fragments]
     if any(part is None for _, part in parts):
         return None
-    whole = empty((math.prod(fragments[0].shape),), parts[0][1].dtype)
+    whole = empty((math.prod(fragments[0].shape),), dtype=parts[0][1].dtype)
     for piece, part in parts:
         whole[_place(piece)] = part
     return whole
@@ -189,10 +184,10 @@ def _check_cover(fragments: list[Fragment]) -> None:
 def _room(like: MomentStore, table: PieceTable, empty: Empty) -> MomentStore:
     (piece,) = table.pieces
     if not piece.is_quantized:
-        dense = empty((piece.numel,), torch.float32)
+        dense = empty((piece.numel,), dtype=torch.float32)
         return MomentStore(None, like.rule, table, dense[:0].byte(), dense[:0], dense)
-    codes = empty((piece.num_bytes(like.code.bits),), torch.uint8)
+    codes = empty((piece.num_bytes(like.code.bits),), dtype=torch.uint8)
     if like.code.bits < 8:
         codes.zero_()
-    scales = empty((table.num_blocks, *like.code.scale_shape), torch.float32)
+    scales = empty((table.num_blocks, *like.code.scale_shape), dtype=torch.float32)
     return MomentStore(like.codec, like.rule, table, codes, scales, scales.flatten()[:0])

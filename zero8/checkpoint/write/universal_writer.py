@@ -19,7 +19,6 @@ It is in float32 and loads with the same codes and scales: quantize(dequantize(q
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from zero8.checkpoint.read.contents import Contents, weights_of
@@ -69,19 +68,15 @@ def name_latest(path: Path) -> None:
 def _write_parameter(contents: Contents, name: str, step: int, folder: Path) -> None:
     folder.mkdir(parents=True)
     weights = weights_of(contents, name)
-    _save_values(weights, folder / "fp32.pt")
+    save({"param": weights}, folder / "fp32.pt")
     parameter = contents.parameters.get(name)
     for number, moment in enumerate(contents.algorithm_of(name).moment_names):
         if parameter is None:
             values = torch.zeros_like(weights)
         else:
             values = parameter.stores[number].dense.view(weights.shape)
-        _save_values(values, folder / f"{moment}.pt")
+        save({"param": values}, folder / f"{moment}.pt")
     save(step, folder / "step.pt")
-
-
-def _save_values(values: Tensor, path: Path) -> None:
-    save({"param": values}, path)
 
 
 def _write_groups(contents: Contents, step: int, path: Path) -> None:
