@@ -77,10 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
     """Convert a checkpoint; return the exit status, the result, and the same as text."""
-    try:
-        result = convert(arguments.source, arguments.target, arguments.to)
-    except (OSError, RuntimeError, ValueError) as error:
-        return 1, {"error": str(error)}, f"zero8 checkpoint convert: {error}"
+    result = convert(arguments.source, arguments.target, arguments.to)
     key = '["optimizer"]' if result["has_weights"] else ""
     how = TARGETS[arguments.to][1].format(
         out=str(arguments.target), folder=str(arguments.target.parent), key=key

@@ -12,7 +12,7 @@ from torch import Tensor
 from zero8.checkpoint.read.fragment import Fragment
 from zero8.checkpoint.read.joined import joined
 from zero8.checkpoint.read.open import open_checkpoint
-from zero8.checkpoint.read.source import Source, in_threads, sizes_bytes
+from zero8.checkpoint.read.source import Source, in_threads
 from zero8.checkpoint.read.statistics import counts_of, order_of_codes, summary
 
 MOST_ROWS = 60
@@ -86,14 +86,13 @@ def _counted(parameter: Fragment) -> Counted:
 def result_of(source: Source, params: list[dict]) -> dict:
     """Return the JSON object: facts of the whole, and an entry per parameter."""
     quantized = [param for param in params if param["codec"]]
-    sizes = sizes_bytes(source.files)
     return {
         "path": str(source.path),
         "kind": source.kind,
         "world_size": source.world_size,
         "stage": source.stage,
-        "files": len(sizes),
-        "bytes": sum(sizes.values()),
+        "files": len(source.files),
+        "bytes": sum(file.stat().st_size for file in source.files),
         "codecs": sorted({param["codec"] for param in quantized}),
         "block_sizes": sorted({param["block_size"] for param in quantized}),
         "steps": sorted({param["step"] for param in params}),

@@ -64,18 +64,6 @@ class Source:
             raise ValueError("; ".join(self.damages[:most] + more))
 
 
-def sizes_bytes(files: list[Path]) -> dict[Path, int]:
-    """Return the sizes of files, 0 for those that cannot be read: their reader raises then."""
-
-    def size(file: Path) -> int:
-        try:
-            return os.lstat(file).st_size
-        except OSError:
-            return 0
-
-    return {file: size(file) for file in files}
-
-
 def in_threads(
     label: str, items: list[Item], work: Callable[[Item], Result]
 ) -> Iterator[tuple[Item, Result]]:

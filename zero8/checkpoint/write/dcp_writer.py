@@ -44,7 +44,7 @@ def write_dcp(contents: Contents, path: Path) -> None:
             warnings.simplefilter("ignore")  # about the missing process group
             checkpoint.save({**model, "optimizer": optimizer}, checkpoint_id=path, no_dist=True)
     except checkpoint.CheckpointException as error:  # not a subclass of Exception
-        raise RuntimeError(f"torch.distributed.checkpoint failed: {error}") from error
+        raise OSError(f"torch.distributed.checkpoint failed: {error}") from error
 
 
 def _check_are_alike(contents: Contents) -> None:
