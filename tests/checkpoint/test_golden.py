@@ -40,7 +40,7 @@ def runs_of(fragments):
 @pytest.mark.parametrize("name", KINDS)
 def test_golden_checkpoint_decodes_to_the_moments_of_its_run(name):
     source = open_checkpoint(GOLDEN / name)
-    assert source.facts().kind == KINDS[name]
+    assert source.kind == KINDS[name]
     fragments = [one for one in fragments_in(source) if one.file.suffix != ".swp"]
     assert {one.name for one in fragments} == NAMES
     assert {one.step for one in fragments} == {3}

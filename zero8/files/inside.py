@@ -9,6 +9,7 @@ What cannot be opened raises OSError; what is no regular file, or is reached thr
 ValueError.
 """
 
+import io
 import mmap
 import os
 import stat
@@ -60,14 +61,6 @@ def release(*paths: Path) -> None:
             advise(begin, end - begin, mmap.MADV_DONTNEED)
 
 
-def size_bytes_of(folder: Path, path: str) -> int:
-    """Return the size of a regular file."""
-    with _parent_of(folder, path) as (parent, name):
-        info = os.lstat(name, dir_fd=parent)
-    _check_is_file(info, Path(folder, path))
-    return info.st_size
-
-
 def remove(folder: Path, path: str) -> None:
     """Remove a file, or a link itself, if it exists."""
     with suppress(FileNotFoundError), _parent_of(folder, path) as (parent, name):
@@ -76,14 +69,11 @@ def remove(folder: Path, path: str) -> None:
 
 def read_at_most(folder: Path, path: str, limit_bytes: int) -> bytes:
     """Return the contents of a file; a longer one raises ValueError."""
-    parts, left = [], limit_bytes + 1
-    with opened(folder, path) as file:
-        while left and (part := file.read(left)):
-            parts.append(part)
-            left -= len(part)
-    if not left:
+    with io.BufferedReader(opened(folder, path)) as file:
+        data = file.read(limit_bytes + 1)
+    if len(data) > limit_bytes:
         raise ValueError(f"got more than {limit_bytes} bytes")
-    return b"".join(parts)
+    return data
 
 
 def paths_of(folder: Path) -> Iterator[str]:
@@ -121,7 +111,7 @@ def _parent_of(folder: Path, path: str) -> Iterator[tuple[int, str]]:
         descriptor = os.open(folder, _FOLDER)
         for depth, parent in enumerate(parents, 1):
             if stat.S_ISLNK(os.lstat(parent, dir_fd=descriptor).st_mode):
-                raise ValueError(_got("a symbolic link", Path(folder, *parents[:depth])))
+                raise ValueError(_not_itself(Path(folder, *parents[:depth])))
             inner = os.open(parent, _FOLDER | os.O_NOFOLLOW, dir_fd=descriptor)
             os.close(descriptor)
             descriptor = inner
@@ -133,21 +123,13 @@ def _parent_of(folder: Path, path: str) -> Iterator[tuple[int, str]]:
             os.close(descriptor)
 
 
-_KINDS = {
-    stat.S_IFLNK: "a symbolic link",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-
-
 def _check_is_file(info: os.stat_result, path: Path) -> None:
-    if stat.S_ISDIR(info.st_mode):
-        raise ValueError(_got("a folder", path))
     if not stat.S_ISREG(info.st_mode):
-        raise ValueError(_got(_KINDS.get(stat.S_IFMT(info.st_mode), "something else"), path))
+        raise ValueError(_not_itself(path))
 
 
-def _got(kind: str, path: Path) -> str:
-    return f"{path}: got {kind}, expected a file or folder of the checkpoint itself"
+def _not_itself(path: Path) -> str:
+    return (
+        f"{path}: got a folder, a symbolic link, a pipe or a device, expected a file in a folder "
+        "of the checkpoint itself"
+    )

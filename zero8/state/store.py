@@ -226,13 +226,8 @@ class MomentStore:
         base = grid.block_of(piece.first) if piece.numel else 0
         lowest = grid.block_of(piece.first + begin)
         highest = grid.block_of(piece.first + end - 1)
-
-        def start_of(block: int) -> int:
-            row, in_row = divmod(block, grid.blocks_per_row)
-            return row * grid.row_length + in_row * grid.block_size
-
-        wide_begin = max(start_of(lowest) - piece.first, 0)
-        wide_end = min(start_of(highest + 1) - piece.first, piece.numel)
+        wide_begin = max(grid.start_of(lowest) - piece.first, 0)
+        wide_end = min(grid.start_of(highest + 1) - piece.first, piece.numel)
         return wide_begin, wide_end, lowest - base, highest - lowest + 1
 
     def _coded(self, number: int, begin: int, end: int) -> tuple[CodedMoment, int, int]:
