@@ -12,7 +12,7 @@ from places import GOLDEN
 from zero8 import Adam8bitBlockwise
 from zero8.checkpoint.commands.convert import convert
 from zero8.checkpoint.read.foreign import from_foreign
-from zero8.checkpoint.read.inert import Inert, placeholder
+from zero8.checkpoint.read.inert import Inert
 from zero8.checkpoint.read.safe_load import load
 from zero8.checkpoint.read.torchao_weights import values_of
 from zero8.spec.adam import ADAM
@@ -33,6 +33,18 @@ def converted(request, tmp_path):
     convert(GOLDEN / f"torchao_{request.param}.pt", tmp_path / "out.pt", "plain")
     state_dict = torch.load(tmp_path / "out.pt", weights_only=True)
     return CODECS[request.param], state_dict, golden(request.param)
+
+
+def test_torchao_that_a_script_has_imported_is_not_called():
+    class OptimState8bit(torch.Tensor):
+        pass
+
+    name = "torchao.optim.subclass_8bit.OptimState8bit"
+    with torch.serialization.safe_globals([(OptimState8bit, name)]):
+        before = set(torch.serialization.get_safe_globals())
+        moment = golden("8bit")["optimizer"]["state"][ROWS_OF_BLOCKS]["exp_avg"]
+        assert set(torch.serialization.get_safe_globals()) == before
+    assert isinstance(moment, Inert) and moment.name == name
 
 
 def assert_same_entries(which, ours, theirs):
@@ -144,12 +156,12 @@ def test_convert_of_torchao_weights_has_their_values_and_states(tmp_path):
         ({"int_data": CODES[0], "scale": SCALES}, r"got int_data of shape \(5,\)"),
         ({"int_data": CODES, "scale": torch.ones(4)}, r".* scale of shape \(4,\)"),
         ({"int_data": CODES, "scale": SCALES.half()}, r".* \(3,\), torch.float16"),
-        ({"int_data": CODES, "scale": placeholder("torch.Tensor")()}, ".* a value of type Inert"),
+        ({"int_data": CODES, "scale": Inert("torch.Tensor", ())}, ".* a value of type Inert"),
         *((parts, "got a weight of torchao's without its tensors") for parts in (None, {})),
     ],
 )
 def test_reader_of_weights_whose_tensors_do_not_fit_raises_value_error(parts, got):
-    saved = placeholder(f"torchao.somewhere.{INT8_ROWS}")()
+    saved = Inert(f"torchao.somewhere.{INT8_ROWS}", ())
     saved.state = parts
     with pytest.raises(ValueError, match=f"'w': {got}"):
         values_of("w", saved)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders of `torch.distributed.checkpoint`: chunks of tensors, and a file `.metadata` of places.
 
+torch unpickles that freely.  Here nothing but the classes of such files is made.
+
 Optimizer states are recognized by the keys that torch.distributed.checkpoint.state_dict makes,
 flattened or not: `<prefix>state.<parameter>.<entry>`.  Weights of parameters with states that are
 saved as the parts of torchao's classes are put together (`zero8.checkpoint.read.torchao_weights`).
@@ -9,9 +11,10 @@ saved as the parts of torchao's classes are put together (`zero8.checkpoint.read
 import io
 import math
 import os
+import pickle
 import re
 from functools import cached_property, partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 from torch import Tensor
@@ -24,13 +27,33 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from zero8.checkpoint.read.fragment import Fragment, fragment_of
-from zero8.checkpoint.read.inert import Unpickler
 from zero8.checkpoint.read.safe_load import damage_in, load_bytes
 from zero8.checkpoint.read.source import Source
 from zero8.checkpoint.read.torchao_weights import PARTS, weight_of
 from zero8.files.inside import opened, opened_at
 from zero8.spec.shown import shown
 from zero8.state.entries import ENTRIES, FIRST_ENTRIES
+
+_DCP = "torch.distributed.checkpoint"
+_CLASSES = {
+    *(
+        f"{_DCP}.metadata.{name}"
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    f"{_DCP}.filesystem._StorageInfo",
+    "torch.Size",
+    "torch.serialization._get_layout",
+    "collections.OrderedDict",
+}
 
 METADATA = ".metadata"
 _MODEL = "model."
@@ -173,12 +196,35 @@ def _as_number(key: str) -> tuple[int, str]:
     return (int(key) if key.isdigit() else -1), key
 
 
+# --- The metadata -------------------------------------------------------------------------------
+
+
+class _Unpickler(pickle._Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        full = f"{module}.{name}"
+        if full == "builtins.getattr":  # by which Python 3.11.0 to 3.11.3 pickle members of enums
+            return lambda owner, member: owner.__members__[member]
+        if (module.partition(".")[0], name) == ("pathlib", "PosixPath"):
+            return PurePosixPath
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if full not in _CLASSES and not is_dtype:
+            raise pickle.UnpicklingError(f"got {shown(full)}, which such files do not hold")
+        return super().find_class(module, name)
+
+    def _build(self) -> None:
+        if callable(self.stack[-2]):
+            raise pickle.UnpicklingError("it sets attributes of a class or function")
+        self.load_build()
+
+    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}
+
+
 def load_metadata(path: Path) -> Metadata:
     """Return the contents of a file `.metadata`, whose places are in files beside it."""
     with io.BufferedReader(opened_at(path, path.parent)) as file, damage_in(path):
-        found = Unpickler(file).load()
+        found = _Unpickler(file).load()
         if not isinstance(found, Metadata):
-            raise ValueError(f"not metadata of torch.distributed.checkpoint: got {shown(found)}")
+            raise ValueError(f"not metadata of {_DCP}: got {shown(found)}")
         for key in found.state_dict_metadata:
             if not isinstance(key, str):
                 raise ValueError(f"got a key {shown(key)}, expected a string")

@@ -1,26 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An unpickler that calls nothing that a file names, except what makes plain values and tensors.
+"""Placeholders for what a pickle names, so that reading a file calls nothing that it names.
 
-Checkpoints of DeepSpeed and torchao name other classes, and nothing of them is needed except the
-tensors inside: each becomes a placeholder, `Inert`.
+torch's reader for `weights_only` refuses classes and functions that it does not know.  Checkpoints
+of DeepSpeed and torchao name such classes, and nothing of them is needed except the tensors inside.
+`allowed` makes torch call a placeholder in their place.
 """
 
-import _codecs
-import _compat_pickle
-import pickle
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem, metadata
 
 
 class Inert:
     """What a class or a function that a file names would have returned.
-
-    Each name has a subclass of its own (`placeholder`).
 
     Attributes:
         name: of the class or function, as `module.name`.
@@ -28,13 +22,9 @@ class Inert:
         state: what would have set the object's attributes.
     """
 
-    name = ""
-
-    def __new__(cls, *args: object) -> "Inert":
-        """Keep the arguments of a call."""
-        made = super().__new__(cls)
-        made.args, made.state = args, None
-        return made
+    def __init__(self, name: str, args: tuple, state: object = None):
+        """Set the attributes."""
+        self.name, self.args, self.state = name, args, state
 
     def __setstate__(self, state: object) -> None:
         """Keep what would have set the object's attributes."""
@@ -45,69 +35,72 @@ class Inert:
         return f"<{self.name}>"
 
 
-def placeholder(name: str) -> type[Inert]:
-    """Return what stands for the class or function of this name."""
-    return type("Inert", (Inert,), {"name": name})
+class _Named(Tensor):
+    """A class that stands for a named one; calls of it return `Inert`.
+
+    torch makes instances only of subclasses of Tensor that hold others, and `settled` replaces
+    those.
+    """
+
+    name = ""
+
+    def __new__(cls, *args: object) -> Inert:  # type: ignore[misc]  # in the place of an instance
+        return Inert(cls.name, args)
+
+    def __setstate__(self, state: object) -> None:
+        self.held = state
+
+    @classmethod
+    def __torch_dispatch__(cls, func: object, *_: object) -> object:
+        raise TypeError(f"got a {cls.name} for {func}")  # torch wants it to be defined
 
 
-def _of_type(function: Callable, cls: type, args: tuple, state: object) -> object:
-    """Return a tensor of a class, `Inert` with its state if the class is unknown."""
-    if not issubclass(cls, Inert):
-        return function(*args)
-    made = cls()
-    made.state = state
+def allowed(names: Iterable[str]) -> AbstractContextManager:
+    """Return a context in which torch's reader for `weights_only` takes these names as `Inert`."""
+    named = [(type("_Named", (_Named,), {"name": name}), name) for name in names]
+    own = (Inert, f"{Inert.__module__}.{Inert.__qualname__}")  # else it may not set its state
+    return torch.serialization.safe_globals([*named, own])
+
+
+def settled(found: object) -> object:
+    """Return what torch's reader has read, with `Inert` for subclasses of Tensor but Parameter.
+
+    Dicts and lists are changed in place.
+    """
+    return _settled(found, {})
+
+
+def _settled(found: object, done: dict[int, tuple[object, object]]) -> object:
+    if id(found) in done:
+        return done[id(found)][1]
+    if isinstance(found, _Named):
+        made: object = Inert(type(found).name, (), found.held)
+    elif isinstance(found, torch.nn.Parameter):
+        made = found.data
+    elif isinstance(found, tuple) and not isinstance(found, torch.Size):
+        made = tuple(_settled(value, done) for value in found)
+    else:
+        made = found
+    done[id(found)] = found, made  # with it, so that its id stays its own
+    if isinstance(made, dict):
+        made.update({key: _settled(value, done) for key, value in made.items()})
+    elif isinstance(made, list):
+        made[:] = (_settled(value, done) for value in made)
+    elif isinstance(made, Inert):
+        made.state = _settled(made.state, done)
     return made
 
 
-_KNOWN: dict[str, Any] = {
-    "_codecs.encode": _codecs.encode,  # of bytes
-    # Python 3.11.0 to 3.11.3 pickle members of enums by it.
-    "builtins.getattr": lambda owner, member: owner.__members__[member],
-    "torch._tensor._rebuild_from_type_v2": _of_type,
-    "torch._utils._rebuild_parameter": lambda values, *_: values,
-    "torch._utils._rebuild_parameter_with_state": lambda values, *_: values,
-    "torch.nn.parameter.Parameter": Tensor,
-}
-for _one in (
-    *(bytearray, complex, set, Counter, OrderedDict),
-    *(Tensor, torch.UntypedStorage, torch.Size, torch.device, torch.serialization._get_layout),
-    *(torch._utils._rebuild_tensor_v2, torch._utils._rebuild_tensor_v3),
-    *(metadata.Metadata, metadata.MetadataIndex, metadata.StorageMeta),
-    *(metadata.TensorStorageMetadata, metadata.BytesStorageMetadata),
-    *(metadata.ChunkStorageMetadata, metadata.TensorProperties, metadata._MEM_FORMAT_ENCODING),
-    filesystem._StorageInfo,
-):
-    _KNOWN[f"{_one.__module__}.{_one.__qualname__}"] = _one
-
-
-class Unpickler(pickle._Unpickler):
-    """See the module; as pickle's, but written in Python, whose steps can be replaced."""
-
-    def find_class(self, module: str, name: str) -> object:
-        """Return what stands for a name: of `_KNOWN`, a dtype, or a placeholder."""
-        full = f"{_compat_pickle.IMPORT_MAPPING.get(module, module)}.{name}"  # of protocol 2
-        dtype = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(dtype, torch.dtype):
-            return dtype
-        return _KNOWN[full] if full in _KNOWN else placeholder(full)
-
-    def _build(self) -> None:
-        if callable(self.stack[-2]):
-            raise pickle.UnpicklingError("it sets attributes of a class or function")
-        self.load_build()
-
-    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}
-
-
 def names_in(value: object, seen: set[int] | None = None) -> set[str]:
-    """Return the names of the classes and functions whose placeholders an object holds or is."""
+    """Return the names of the classes and functions that an object of `settled` holds or is of."""
     seen = set() if seen is None else seen
     if id(value) in seen:
         return set()
     seen.add(id(value))
-    kind = value if isinstance(value, type) else type(value)
-    if issubclass(kind, Inert):
-        return {kind.name}
+    if isinstance(value, Inert):
+        return {value.name}
+    if isinstance(value, type):
+        return {value.name} if issubclass(value, _Named) else set()
     parts: Iterable[object] = ()
     if isinstance(value, dict):
         parts = [*value, *value.values()]

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads files of `torch.save`; no code in them runs (`zero8.checkpoint.read.inert`).
+"""Reads files of `torch.save` by torch's reader for `weights_only`, which runs no code in them.
 
-A small crafted file can still make torch allocate any memory, as DeepSpeed's and torch's own loads
-of the same file would.
+Classes and functions that torch does not know are read as placeholders
+(`zero8.checkpoint.read.inert`).  A small crafted file can still make torch allocate any memory, as
+DeepSpeed's and torch's own loads of the same file would.
 """
 
 import io
 import os
 import pickle
-import types
+import threading
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +17,11 @@ from pathlib import Path
 
 import torch
 
-from zero8.checkpoint.read.inert import Unpickler
+from zero8.checkpoint.read.inert import allowed, settled
 from zero8.files.inside import opened_at
+
+_TABLE = threading.Lock()
+"""torch's table of names that may be called is the process's, and commands read in threads."""
 
 
 def load(path: Path, folder: Path | None = None) -> object:
@@ -26,26 +30,43 @@ def load(path: Path, folder: Path | None = None) -> object:
     Links are not followed below `folder`, a parent.  Damage raises ValueError with the file's name.
     """
     with opened_at(path, folder) as file, damage_in(path):
+        if not os.fstat(file.fileno()).st_size:
+            raise ValueError("got an empty file; was it cut short?")
         if not zipfile.is_zipfile(file):
-            raise ValueError("not a file of torch.save, or damaged; was it cut short?")
+            raise ValueError("not a file of torch.save, or damaged")
         # torch opens and maps files by name; this name is the open file's.
         own_name = f"/proc/self/fd/{file.fileno()}"
-        size_bytes = os.fstat(file.fileno()).st_size
-        return _loaded(own_name, torch.UntypedStorage.from_file(own_name, False, size_bytes))
+        return _loaded(own_name, mmap=True)
 
 
 def load_bytes(data: bytes) -> object:
     """Return the object that `torch.save` wrote, from its bytes; raises what torch does."""
-    return _loaded(io.BytesIO(data), None)
+    return _loaded(io.BytesIO(data), mmap=False)
 
 
-def _loaded(file: str | io.BytesIO, mapped: torch.UntypedStorage | None) -> object:
-    # torch.load would run code that is in a TorchScript archive.
-    with torch.serialization._open_zipfile_reader(file) as archive:
-        pickles = types.SimpleNamespace(Unpickler=Unpickler)
-        return torch.serialization._load(
-            archive, "cpu", pickles, overall_storage=mapped, encoding="utf-8"
-        )
+def _loaded(file: str | io.BytesIO, mmap: bool) -> object:
+    with _TABLE, _only_torchs_own():
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        if isinstance(file, io.BytesIO):
+            file.seek(0)
+        with allowed(names):
+            try:
+                found = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+            except pickle.UnpicklingError as error:
+                # torch adds the advice to run the code in the file; the reason is in its context.
+                raise error.__context__ or error from None
+    return settled(found)
+
+
+@contextmanager
+def _only_torchs_own() -> Iterator[None]:
+    """Have torch know no other package's classes, which torchao adds when a script imports it."""
+    added = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        yield
+    finally:
+        torch.serialization.add_safe_globals(added)
 
 
 @contextmanager
