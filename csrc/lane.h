@@ -24,10 +24,15 @@ struct Lane : Operations<OneLane> {
   // start, start + step, start + 2 * step, ...
   ZERO8_DEVICE static I ramp(uint32_t start, uint32_t) { return start; }
 
-  ZERO8_DEVICE static F load(const uint16_t* p) { return as_float(uint32_t{*p} << 16); }
+  ZERO8_DEVICE static F load(const uint16_t* p) {
+    return as_float(uint32_t{copied<uint16_t>(p)} << 16);
+  }
   ZERO8_DEVICE static F load(const Half* p) { return as_float(float_pattern(*p)); }
   // Lanes must be below 2^16.
-  ZERO8_DEVICE static void store16(uint16_t* p, I x) { *p = static_cast<uint16_t>(x); }
+  ZERO8_DEVICE static void store16(uint16_t* p, I x) {
+    const auto lower = static_cast<uint16_t>(x);
+    __builtin_memcpy(p, &lower, sizeof lower);
+  }
   // Codes widened to 32 bits, those in two's complement, and lanes, which must be below 2^8,
   // narrowed to codes.
   ZERO8_DEVICE static I load8(const uint8_t* p) { return *p; }

@@ -82,6 +82,13 @@ struct Operations : Types {
   // Sums counts over all parts of a block: a CPU thread has the whole.
   ZERO8_DEVICE static int reduce_sum(int count) { return count; }
 
+  template <class To>
+  ZERO8_DEVICE static To copied(const void* p) {
+    To to;
+    __builtin_memcpy(&to, p, sizeof to);
+    return to;
+  }
+
  private:
   // Written so that the compiler sees one instruction in it.
   template <class Number>
@@ -91,12 +98,6 @@ struct Operations : Types {
   template <class Number>
   ZERO8_DEVICE static I smaller(Number a, Number b) {
     return I(a < b ? a : b);
-  }
-  template <class To>
-  ZERO8_DEVICE static To copied(const void* p) {
-    To to;
-    __builtin_memcpy(&to, p, sizeof to);
-    return to;
   }
 };
 

@@ -10,11 +10,6 @@
 
 namespace zero8::ZERO8_TARGET {
 
-inline Vec::I load_bytes(const uint8_t* codes) {
-  Vec::I x;
-  __builtin_memcpy(&x, codes, sizeof x);
-  return x;
-}
 inline void store_bytes(uint8_t* codes, Vec::I x) { __builtin_memcpy(codes, &x, sizeof x); }
 
 // Units of a code of 6 or 4 bits.
@@ -30,7 +25,10 @@ class Units {
 
   // kVector units from and to bytes, as Code::kTwosComplement, kRaised and kLowered have them.
   ZERO8_INLINE static Vec::I load(const uint8_t* units) {
-    if constexpr (Code::kBits == 6) return Vec::load6<Code::kTwosComplement>(units);
+    if constexpr (Code::kBits == 6) {
+      const Vec::I codes = Vec::load6(units);
+      return Code::kTwosComplement ? Vec::shl<2>(codes) : codes;
+    }
     // Two units in the upper half of a lane.
     const Vec::I two = Vec::as_int(Vec::load(reinterpret_cast<const uint16_t*>(units)));
     const Vec::I first = Vec::ori(Vec::andi(Vec::shr<20>(two), Vec::seti(0x0000000F)),
@@ -66,12 +64,12 @@ class Units {
   static void pack(const uint8_t* codes, int num_units, uint8_t* units) {
     int i = 0;
     for (; i + kVector <= num_units; i += kVector) {
-      store(units + kBytes * i, load_bytes(codes + kCodes * i));
+      store(units + kBytes * i, Vec::load_pairs(codes + kCodes * i));
     }
     if (i == num_units) return;
     uint8_t rest[kCodes * kVector] = {}, made[kBytes * kVector];
     __builtin_memcpy(rest, codes + kCodes * i, kCodes * (num_units - i));
-    store(made, load_bytes(rest));
+    store(made, Vec::load_pairs(rest));
     __builtin_memcpy(units + kBytes * i, made, kBytes * (num_units - i));
   }
   // `count` codes behind `skipped` places of their first unit, of which all bits become 0 like

@@ -52,7 +52,6 @@ struct Whole : Operations<Types> {
   }
   // As base64 encodes: the second of the three bytes twice in each lane, so that two codes begin in
   // each half of it, which products shift to their places.
-  template <bool kUpper>
   static I load6(const uint8_t* p) {
     const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8));
@@ -61,10 +60,8 @@ struct Whole : Operations<Types> {
     const I x = _mm256_shuffle_epi8(
         halves, _mm256_setr_epi32(0x01020001, 0x04050304, 0x07080607, 0x0A0B090A,  //
                                   0x05060405, 0x08090708, 0x0B0C0A0B, 0x0E0F0D0E));
-    const I even =
-        _mm256_mulhi_epu16(andi(x, seti(0x0FC0FC00)), seti(kUpper ? 0x10000100 : 0x04000040));
-    const I odd =
-        _mm256_mullo_epi16(andi(x, seti(0x003F03F0)), seti(kUpper ? 0x04000040 : 0x01000010));
+    const I even = _mm256_mulhi_epu16(andi(x, seti(0x0FC0FC00)), seti(0x04000040));
+    const I odd = _mm256_mullo_epi16(andi(x, seti(0x003F03F0)), seti(0x01000010));
     return ori(even, odd);
   }
   static void store6(uint8_t* p, I x) {

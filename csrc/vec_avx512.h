@@ -69,7 +69,6 @@ struct Vec : Operations<Types> {
   }
   static void store8_n(uint8_t* p, I x, int n) { _mm512_mask_cvtepi32_storeu_epi8(p, first(n), x); }
   // As that of vec_avx2.h.
-  template <bool kUpper>
   static I load6(const uint8_t* p) {
     const auto sixteen = [p](int i) {
       return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i));
@@ -84,10 +83,8 @@ struct Vec : Operations<Types> {
                                     0x01020001, 0x04050304, 0x07080607, 0x0A0B090A,  //
                                     0x01020001, 0x04050304, 0x07080607, 0x0A0B090A,  //
                                     0x05060405, 0x08090708, 0x0B0C0A0B, 0x0E0F0D0E));
-    const I even =
-        _mm512_mulhi_epu16(andi(x, seti(0x0FC0FC00)), seti(kUpper ? 0x10000100 : 0x04000040));
-    const I odd =
-        _mm512_mullo_epi16(andi(x, seti(0x003F03F0)), seti(kUpper ? 0x04000040 : 0x01000010));
+    const I even = _mm512_mulhi_epu16(andi(x, seti(0x0FC0FC00)), seti(0x04000040));
+    const I odd = _mm512_mullo_epi16(andi(x, seti(0x003F03F0)), seti(0x01000010));
     return ori(even, odd);
   }
   static void store6(uint8_t* p, I x) {

@@ -50,17 +50,13 @@ struct Whole : Operations<Types> {
     __builtin_memcpy(p, &four, sizeof four);
   }
   // The bytes of a unit in a lane, the first one highest, and back.
-  template <bool kUpper>
   static I load6(const uint8_t* p) {
     const uint8x16_t twelve = vcombine_u8(vld1_u8(p), load_four(p + 8));
     const uint8_t places[16] = {2, 1, 0, 255, 5, 4, 3, 255, 8, 7, 6, 255, 11, 10, 9, 255};
     const I unit = vreinterpretq_u32_u8(vqtbl1q_u8(twelve, vld1q_u8(places)));
-    constexpr uint32_t kMask = kUpper ? 0xFC : 0x3F;
-    constexpr int kUp = kUpper ? 2 : 0;
-    const I even =
-        ori(andi(shr<18 - kUp>(unit), seti(kMask)), andi(shl<10 + kUp>(unit), seti(kMask << 16)));
-    const I odd = ori(andi(shr<4 - kUp>(unit), seti(kMask << 8)), shl<24 + kUp>(unit));
-    return ori(even, andi(odd, seti(kMask << 24 | kMask << 8)));
+    const I even = ori(andi(shr<18>(unit), seti(0x3F)), andi(shl<10>(unit), seti(0x3F << 16)));
+    const I odd = ori(andi(shr<4>(unit), seti(0x3F << 8)), shl<24>(andi(unit, seti(0x3F))));
+    return ori(even, odd);
   }
   static void store6(uint8_t* p, I x) {
     const I first = ori(shl<18>(andi(x, seti(63))), shl<4>(andi(x, seti(63 << 8))));

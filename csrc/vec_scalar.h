@@ -9,15 +9,14 @@
 namespace zero8::ZERO8_TARGET {
 
 struct Whole : Lane {
-  // A unit of four 6-bit codes for each lane (zero8/spec/packing.py), of which each gets a byte:
-  // its upper bits if kUpper, else its lower ones.  And back, of the lower six bits of each byte.
-  template <bool kUpper>
+  // A unit of four 6-bit codes for each lane (zero8/spec/packing.py), of which each gets a byte.
+  // And back, of the lower six bits of each byte.
   static I load6(const uint8_t* p) {
     const uint32_t unit =
         static_cast<uint32_t>(p[0]) << 16 | static_cast<uint32_t>(p[1]) << 8 | p[2];
     I codes = 0;
     for (int k = 0; k < 4; ++k) codes |= (unit >> (18 - 6 * k) & 63) << (8 * k);
-    return kUpper ? codes << 2 : codes;
+    return codes;
   }
   static void store6(uint8_t* p, I x) {
     uint32_t unit = 0;
