@@ -116,19 +116,17 @@ BUILD := $(RUN) -c 'from zero8.op import build; build.load()'
 # And DeepSpeed's AdamW beside it.  By another name of the compiler, ranks would build it again.
 BUILD_ADAMW := PATH="$(CURDIR)/tests/support/quick_cxx:$(CURDIR)/.venv/bin:$$PATH" \
   $(VENV_PYTHON) -m examples.gpt --build --optimizer AdamW
-# And for a disk its aio too: within tests, ranks would wait for both.
-BUILD_AIO := $(BUILD_ADAMW) --config configs/zero3_nvme.json
 
 test: .venv/.test
 	$(BUILD) & ours=$$!; $(BUILD_ADAMW) && wait $$ours
 	$(PYTEST) -m "not slow and not multinode and not integrations" $(TWO_FILES)
 
 test-slow: .venv/.test
-	$(BUILD) && $(BUILD_AIO)
+	$(BUILD) && $(BUILD_ADAMW)
 	$(PYTEST) -m "slow and not nightly" $(TWO_FILES)
 
 test-nightly: .venv/.test
-	$(BUILD) && $(BUILD_AIO)
+	$(BUILD) && $(BUILD_ADAMW)
 	$(PYTEST) -m nightly $(TWO_FILES)
 
 # Three tests at a time, each on two hosts of its own; they wait more than they compute.
@@ -171,13 +169,13 @@ fuzz-kernel: .venv/.test
 # In a clean checkout, which it changes and changes back.
 mutate: .venv/.test
 	git diff --quiet
-	$(BUILD) && $(BUILD_AIO)
+	$(BUILD) && $(BUILD_ADAMW)
 	$(RUN) tests/mutate.py cover
 	$(RUN) tests/mutate.py kill --places $(or $(PLACES),100) --seed $(or $(SEED),0) \
 	  $(if $(BESIDE),--beside $(BESIDE))
 
 soak: .venv/.test
-	$(BUILD) && $(BUILD_AIO)
+	$(BUILD) && $(BUILD_ADAMW)
 	OMP_NUM_THREADS=1 $(RUN) tests/soak.py --kills $(or $(KILLS),100) --seed $(or $(SEED),0)
 
 TIDY := .venv/bin/clang-tidy --quiet

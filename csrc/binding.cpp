@@ -84,7 +84,7 @@ class WithoutGil {
 void check(const zero8::Segment* segments, int64_t num_segments, int64_t num_scalars,
            bool takes_int8) {
   const std::string found = zero8::violation(segments, num_segments, num_scalars, takes_int8);
-  if (!found.empty()) fail(found);
+  if (!found.empty()) fail(found + ", which no kernel takes; please report this");
 }
 
 PyObject* none() {
@@ -176,72 +176,24 @@ zero8::TensorRecord described(const zero8::dlpack::ExchangeApi& api, PyObject* t
 }
 
 // Describes the objects of a list.  Those of other types than `tensor_type` are numbers that lie
-// between a state's tensors.
-class Describer {
- public:
-  Describer(PyObject* exchange_api, PyObject* tensor_type, PyObject* objects)
-      : api_(static_cast<const zero8::dlpack::ExchangeApi*>(
-            PyCapsule_GetPointer(exchange_api, zero8::dlpack::kCapsuleName))),
-        tensor_type_(reinterpret_cast<PyTypeObject*>(tensor_type)),
-        objects_(objects),
-        size_(PyList_Size(objects)) {
-    if (api_ == nullptr || size_ < 0) throw Raised();
-  }
-
-  // Whether torch's interface is one that this knows; if not, nothing else may be called.
-  bool is_known() const {
-    return api_->major_version == zero8::dlpack::kMajorVersion && api_->from_py_object;
-  }
-
-  int64_t size() const { return size_; }
-
-  zero8::TensorRecord operator()(int64_t i) const {
-    PyObject* const object = PyList_GetItem(objects_, i);
-    if (object == nullptr) throw Raised();
-    if (!PyObject_TypeCheck(object, tensor_type_)) return {0, 0, 0, 1, 0};
-    return described(*api_, object);
-  }
-
- private:
-  const zero8::dlpack::ExchangeApi* api_;
-  PyTypeObject* tensor_type_;
-  PyObject* objects_;
-  int64_t size_;
-};
-
-// Returns False, and has written nothing, where torch's interface is unknown.
+// between a state's tensors.  Returns False, and has written nothing, where torch's interface is
+// unknown.
 PyObject* describe(PyObject* const* args) {
-  const Describer describer(args[0], args[1], args[2]);
+  const auto* const api = static_cast<const zero8::dlpack::ExchangeApi*>(
+      PyCapsule_GetPointer(args[0], zero8::dlpack::kCapsuleName));
+  if (!api) throw Raised();
+  auto* const tensor_type = reinterpret_cast<PyTypeObject*>(args[1]);
   const Records<zero8::TensorRecord> records(args[3], "tensor");
-  if (!describer.is_known()) return PyBool_FromLong(0);
-  if (records.size() != describer.size()) fail("got another number of records than of objects");
-  for (int64_t i = 0; i < records.size(); ++i) records.data()[i] = describer(i);
-  return PyBool_FromLong(1);
-}
-
-bool describe_again(const Describer& now, const Records<const zero8::TensorRecord>& before,
-                    const Records<uint64_t>& addresses) {
-  if (!now.is_known() || before.size() != now.size()) return false;
-  if (addresses.size() > before.size()) fail("got more addresses than objects");
-  for (int64_t i = 0; i < before.size(); ++i) {
-    zero8::TensorRecord record = now(i);
-    if (i < addresses.size()) {
-      if (record.data == 0 && record.numel > 0) return false;  // it has lost its memory
-      addresses.data()[i] = record.data;
-      record.data = before.data()[i].data;
-    }
-    if (std::memcmp(before.data() + i, &record, sizeof record) != 0) return false;
+  if (api->major_version != zero8::dlpack::kMajorVersion || !api->from_py_object) {
+    return PyBool_FromLong(0);
   }
-  return true;
-}
-
-// Writes the addresses of the first objects down and returns whether all else is as it was
-// recorded.
-PyObject* describe_again(PyObject* const* args) {
-  const Describer now(args[0], args[1], args[2]);
-  const Records<const zero8::TensorRecord> before(args[3], "tensor");
-  const Records<uint64_t> addresses(args[4], "address");
-  return PyBool_FromLong(describe_again(now, before, addresses));
+  if (records.size() != PyList_Size(args[2])) fail("got another number of records than of objects");
+  for (int64_t i = 0; i < records.size(); ++i) {
+    PyObject* const object = PyList_GetItem(args[2], i);
+    const bool is_tensor = PyObject_TypeCheck(object, tensor_type);
+    records.data()[i] = is_tensor ? described(*api, object) : zero8::TensorRecord{0, 0, 0, 1, 0};
+  }
+  return PyBool_FromLong(1);
 }
 
 PyObject* isas(PyObject* const*) {
@@ -292,7 +244,6 @@ PyMethodDef methods[] = {
     method<fill, 5>("fill", "Fill into kept records what changes from step to step: fill.h."),
     method<sum_of_squares, 2>("sum_of_squares", "Read gradients once, for their norm: norm.h."),
     method<describe, 4>("describe", "Write down where tensors are, and of what kind."),
-    method<describe_again, 5>("describe_again", "Compare tensors with what was written down."),
     method<isas, 0>("isas", "Return name -> number, slowest first; -1 if the processor lacks it."),
     method<has_threads, 0>("has_threads", "Return whether an OpenMP runtime is loaded."),
     {nullptr, nullptr, 0, nullptr},

@@ -12,8 +12,8 @@ namespace zero8 {
 // More than any memory holds, and small enough that sums and products of sizes fit 64 bits.
 constexpr int64_t kMaxElements = int64_t{1} << 48;
 
-// Returns what is wrong with the first bad segment, such as "segment 3: block_size: got 65536,
-// expected a power of two from 64 to 4096", or an empty string.
+// Returns which field of the first bad segment no kernel takes, such as "segment 3: block_size: got
+// 65536", or an empty string.  Users' mistakes are found before records are made of them.
 //
 // No kernel checks again: block numbers, the sizes of its buffers and the places of its scales
 // follow from these fields.  `takes_int8`: whether the kernel steps over INT8 weights.  Addresses

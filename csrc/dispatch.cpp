@@ -5,8 +5,7 @@
 #endif
 
 #include <algorithm>
-#include <cstring>
-#include <memory>
+#include <vector>
 
 #define ZERO8_TARGET dispatch
 #include "blocks.h"
@@ -56,23 +55,6 @@ int64_t floats_of_parts(const Segment* segments, int64_t num_segments) {
   }
   return most;
 }
-
-// Memory for floats of each of the threads, in lines of their own.
-class Floats {
- public:
-  Floats(int64_t floats, int num_threads)
-      : lines_((floats + kPerLine - 1) / kPerLine),
-        memory_(lines_ ? new Line[lines_ * num_threads] : nullptr) {}
-  float* of_thread(int thread) const { return lines_ ? memory_[lines_ * thread].floats : nullptr; }
-
- private:
-  static constexpr int64_t kPerLine = 16;
-  struct alignas(64) Line {
-    float floats[kPerLine];
-  };
-  int64_t lines_;  // of one thread
-  std::unique_ptr<Line[]> memory_;
-};
 
 // The block of element number `element` of all segments together.
 Place place_of(const Segment* segments, int64_t num_segments, int64_t element) {
@@ -159,13 +141,15 @@ void step(Segment* segments, int64_t num_segments, const StepScalars* scalars,
   }
   if (num_threads > blocks) num_threads = static_cast<int>(blocks);
   // Made before there are threads, where running out of memory is an error that can be caught.
-  const Floats wide(floats_of_parts(segments, num_segments), std::max(num_threads, 1));
+  const int64_t floats = floats_of_parts(segments, num_segments);
+  std::vector<float> wide(floats * std::max(num_threads, 1));
   // A static partition into equal parts, but in whole blocks or rows: every one is done by one
   // thread, in any case alike.
   parallel(num_threads, [&](int part, int parts) {
     step_range(segments, num_segments, scalars, maps, *isa.steps,
                place_of(segments, num_segments, numel * part / parts),
-               place_of(segments, num_segments, numel * (part + 1) / parts), wide.of_thread(part));
+               place_of(segments, num_segments, numel * (part + 1) / parts),
+               wide.data() + floats * part);
   });
 }
 

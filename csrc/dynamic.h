@@ -49,7 +49,7 @@ struct Dynamic {
       const Vec::F n = Vec::mul_far(x, Vec::set(inverse));
       Vec::I bits = kSigned ? Vec::magnitude_bits(n) : Vec::as_int(n);
       bits = Vec::maxu(bits, Vec::seti(map->smallest));
-      Vec::I piece = Vec::scaled_upper<kPieceFactor, kPieceShift>(bits);
+      Vec::I piece = Vec::shr<kPieceShift>(Vec::muli(Vec::shr<16>(bits), Vec::seti(kPieceFactor)));
       piece = Vec::incremented(piece, Vec::above(bits, Vec::look_up8(map->joint, piece)));
       const Vec::F slope = Vec::look_up8(map->slope, piece);
       const Vec::F offset = Vec::look_up8(map->offset, piece);

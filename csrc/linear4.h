@@ -32,7 +32,10 @@ struct Linear4 {
       if constexpr (!kSigned) {
         return vec.mul(Vec::mul_far(Vec::to_float(code), Vec::set(0x1p-4f)), scale);
       }
-      return vec.mul(Vec::look_up16(map->levels, code), scale);
+      const Vec::I lower = Vec::as_int(Vec::look_up8(map->levels, code));
+      const Vec::I upper = Vec::as_int(Vec::look_up8(map->levels + 8, code));
+      const Vec::I level = Vec::choose(Vec::above(code, Vec::seti(7)), upper, lower);
+      return vec.mul(Vec::as_float(level), scale);
     }
   };
 

@@ -10,7 +10,6 @@
 
 #include <vector>
 
-#include "clones.h"
 #include "parallel.h"
 
 namespace zero8 {
@@ -41,6 +40,12 @@ __attribute__((always_inline)) inline double sum_of_chunk(const T* x, int64_t nu
   return lane[0];
 }
 
+// Compiled several times; the loader picks the widest clone that the processor can run.
+#if defined(__x86_64__)
+#define ZERO8_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define ZERO8_CLONES
+#endif
 ZERO8_CLONES double sum_of_floats(const float* x, int64_t numel) { return sum_of_chunk(x, numel); }
 ZERO8_CLONES double sum_of_bfloat16s(const uint16_t* x, int64_t numel) {
   return sum_of_chunk(x, numel);

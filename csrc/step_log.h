@@ -214,24 +214,6 @@ struct Pending {
   }
 };
 
-// The new moments of one block, in a buffer, and what their scales depend on.
-template <class Algorithm>
-struct Advanced {
-  static constexpr int kMoments = Buffer<Algorithm>::kMoments;
-  Buffer<Algorithm> buffer;
-  Row<Algorithm, RangeOf> ranges;
-
-  // From the decoded ones of a vector.
-  template <class AnyVec>
-  ZERO8_INLINE void advance(AnyVec& vec, const typename Algorithm::Scalars& s, int i, Vec::F g,
-                            Vec::F* m) {
-    Vec::F carried[Algorithm::kCarried];
-    s.advance(vec, g, m, carried);
-    buffer.put(i, m, carried);
-    ranges.visit([&](auto k, auto& range) ZERO8_INLINE { range.add(m[k.value]); });
-  }
-};
-
 template <class Algorithm, class P, class G>
 int64_t step_log(const Segment& seg, const StepScalars& raw, const CodecMaps& maps, int64_t begin,
                  int64_t end) {
@@ -252,31 +234,34 @@ int64_t step_log(const Segment& seg, const StepScalars& raw, const CodecMaps& ma
     const Corrections<P> corrections(seg, b);
     const Reader<Scalars, P, G> reader(seg, s, b);
     const AllSources sources(seg, raw, maps, b);
-    Advanced<Algorithm> to{{memory + half * kRows * stride, stride}, {}};
-    quickly(to.buffer.values, [&](auto& vec) ZERO8_INLINE {
-      to.ranges = {};
+    const Buffer<Algorithm> buffer{memory + half * kRows * stride, stride};
+    Row<Algorithm, RangeOf> ranges;
+    quickly(buffer.values, [&](auto& vec) ZERO8_INLINE {
+      ranges = {};
       for_vectors(0, b.count, [&](int i, auto lanes) ZERO8_INLINE {
         if (i % kChunk == 0) {
           prefetch_chunk(reader.g + i);
           sources.visit([&](auto, const auto& one) ZERO8_INLINE { prefetch_chunk(one.codes + i); });
         }
-        Vec::F m[kMoments];
+        Vec::F m[kMoments], carried[Algorithm::kCarried];
         sources.visit([&](auto k, auto& source)
                           ZERO8_INLINE { m[k.value] = source.read(vec, i, lanes); });
-        to.advance(vec, s, i, reader.gradient(vec, i, lanes), m);
+        s.advance(vec, reader.gradient(vec, i, lanes), m, carried);
+        buffer.put(i, m, carried);
+        ranges.visit([&](auto k, auto& range) ZERO8_INLINE { range.add(m[k.value]); });
       });
     });
     bool can = true;
     uint32_t largest[kMoments];
     sources.visit([&](auto, auto& source) ZERO8_INLINE { can &= source.has_finite_scales(); });
-    to.ranges.visit([&](auto k, auto& range) ZERO8_INLINE { largest[k.value] = range.largest(); });
+    ranges.visit([&](auto k, auto& range) ZERO8_INLINE { largest[k.value] = range.largest(); });
     if (!can || !can_step<Algorithm>(reader, largest)) {
       ++skipped;
       continue;
     }
-    const AllSinks sinks(seg, raw, maps, b, to.buffer, to.ranges);
+    const AllSinks sinks(seg, raw, maps, b, buffer, ranges);
     pending.finish(s);
-    pending = {reader.param, corrections, sinks, to.buffer, b.count};
+    pending = {reader.param, corrections, sinks, buffer, b.count};
     half = 1 - half;
   }
   pending.finish(s);

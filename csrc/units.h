@@ -10,11 +10,6 @@
 
 namespace zero8::ZERO8_TARGET {
 
-inline Vec::I load_bytes(const uint8_t* codes) {
-  Vec::I x;
-  __builtin_memcpy(&x, codes, sizeof x);
-  return x;
-}
 inline void store_bytes(uint8_t* codes, Vec::I x) { __builtin_memcpy(codes, &x, sizeof x); }
 
 // Units of a code of 6 or 4 bits.
@@ -30,15 +25,28 @@ class Units {
 
   // kVector units from and to bytes, as Code::kTwosComplement, kRaised and kLowered have them.
   ZERO8_INLINE static Vec::I load(const uint8_t* units) {
-    if constexpr (Code::kBits == 6) return Vec::load6<Code::kTwosComplement>(units);
-    return Vec::addi(Vec::load4(units), Vec::seti(Code::kRaised * 0x01010101u));
+    if constexpr (Code::kBits == 6) {
+      const Vec::I codes = Vec::load6(units);
+      return Code::kTwosComplement ? Vec::shl<2>(codes) : codes;
+    }
+    // Two units in the upper half of a lane.
+    const Vec::I two = Vec::as_int(Vec::load(reinterpret_cast<const uint16_t*>(units)));
+    const Vec::I first = Vec::ori(Vec::andi(Vec::shr<20>(two), Vec::seti(0x0000000F)),
+                                  Vec::andi(Vec::shr<8>(two), Vec::seti(0x00000F00)));
+    const Vec::I second = Vec::ori(Vec::andi(Vec::shr<12>(two), Vec::seti(0x000F0000)),
+                                   Vec::andi(two, Vec::seti(0x0F000000)));
+    return Vec::addi(Vec::ori(first, second), Vec::seti(Code::kRaised * 0x01010101u));
   }
   ZERO8_INLINE static void store(uint8_t* units, Vec::I codes) {
     if constexpr (Code::kBits == 6) {
       Vec::store6(units, codes);
     } else {
       // In four bits.
-      Vec::store4(units, Vec::addi(codes, Vec::seti((16 - Code::kLowered) * 0x01010101u)));
+      codes = Vec::addi(codes, Vec::seti((16 - Code::kLowered) * 0x01010101u));
+      const Vec::I upper = Vec::shl<4>(Vec::andi(codes, Vec::seti(0x000F000F)));
+      const Vec::I bytes = Vec::ori(upper, Vec::shr<8>(Vec::andi(codes, Vec::seti(0x0F000F00))));
+      const Vec::I two = Vec::ori(bytes, Vec::shr<8>(bytes));
+      Vec::store16(reinterpret_cast<uint16_t*>(units), Vec::andi(two, Vec::seti(0xFFFF)));
     }
   }
 
@@ -56,12 +64,12 @@ class Units {
   static void pack(const uint8_t* codes, int num_units, uint8_t* units) {
     int i = 0;
     for (; i + kVector <= num_units; i += kVector) {
-      store(units + kBytes * i, load_bytes(codes + kCodes * i));
+      store(units + kBytes * i, Vec::load_pairs(codes + kCodes * i));
     }
     if (i == num_units) return;
     uint8_t rest[kCodes * kVector] = {}, made[kBytes * kVector];
     __builtin_memcpy(rest, codes + kCodes * i, kCodes * (num_units - i));
-    store(made, load_bytes(rest));
+    store(made, Vec::load_pairs(rest));
     __builtin_memcpy(units + kBytes * i, made, kBytes * (num_units - i));
   }
   // `count` codes behind `skipped` places of their first unit, of which all bits become 0 like

@@ -4,52 +4,37 @@
 
 #include <cstdint>
 
-#include "format.h"
+#include "operations.h"
+#include "tails.h"
 
 namespace zero8::ZERO8_TARGET {
 
-struct Vec {
+// As Operations takes them.
+struct Types {
   static constexpr int kLanes = 8;
   using F = __m256;
   using I = __m256i;
-  using Mask = __m256i;  // all bits of a lane, or none
+  using Unsigned = uint32_t __attribute__((vector_size(32)));
+  using Signed = int32_t __attribute__((vector_size(32)));
+  using Mask = Signed;  // all bits of a lane, or none
+};
 
+struct Whole : Operations<Types> {
+  using Operations::load;
   static F set(float x) { return _mm256_set1_ps(x); }
-  static I seti(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
   static I ramp(uint32_t start, uint32_t step) {
     return addi(seti(start), muli(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), seti(step)));
   }
-  static Mask first(int n) { return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), ramp(0, 1)); }
 
-  static F load(const float* p) { return _mm256_loadu_ps(p); }
-  static F load_n(const float* p, int n) { return _mm256_maskload_ps(p, first(n)); }
   static F load(const uint16_t* p) {
     const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return as_float(shl<16>(_mm256_cvtepu16_epi32(x)));
   }
-  static F load_n(const uint16_t* p, int n) {
-    uint16_t padded[kLanes] = {};
-    for (int i = 0; i < n; ++i) padded[i] = p[i];
-    return load(padded);
-  }
   static F load(const Half* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
-  static F load_n(const Half* p, int n) {
-    Half padded[kLanes] = {};
-    for (int i = 0; i < n; ++i) padded[i] = p[i];
-    return load(padded);
-  }
-  static I load_pairs(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
-  static void store(float* p, F x) { _mm256_storeu_ps(p, x); }
-  static void store_n(float* p, F x, int n) { _mm256_maskstore_ps(p, first(n), x); }
   static void store16(uint16_t* p, I x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow16(x));
-  }
-  static void store16_n(uint16_t* p, I x, int n) {
-    uint16_t whole[kLanes];
-    store16(whole, x);
-    for (int i = 0; i < n; ++i) p[i] = whole[i];
   }
   // Lanes must be below 2^16: the pack saturates.
   static __m128i narrow16(I x) {
@@ -58,27 +43,15 @@ struct Vec {
   static I load8(const uint8_t* p) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   }
-  static I load8_n(const uint8_t* p, int n, uint32_t fill) {
-    uint8_t padded[kLanes];
-    for (int i = 0; i < kLanes; ++i) padded[i] = i < n ? p[i] : static_cast<uint8_t>(fill);
-    return load8(padded);
-  }
   static I load8s(const uint8_t* p) {
     return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   }
-  static I load8s_n(const uint8_t* p, int n) { return sra<24>(shl<24>(load8_n(p, n, 0))); }
   static void store8(uint8_t* p, I x) {
     const __m128i words = narrow16(x);
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
   }
-  static void store8_n(uint8_t* p, I x, int n) {
-    uint8_t whole[kLanes];
-    store8(whole, x);
-    for (int i = 0; i < n; ++i) p[i] = whole[i];
-  }
   // As base64 encodes: the second of the three bytes twice in each lane, so that two codes begin in
   // each half of it, which products shift to their places.
-  template <bool kUpper>
   static I load6(const uint8_t* p) {
     const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8));
@@ -87,10 +60,8 @@ struct Vec {
     const I x = _mm256_shuffle_epi8(
         halves, _mm256_setr_epi32(0x01020001, 0x04050304, 0x07080607, 0x0A0B090A,  //
                                   0x05060405, 0x08090708, 0x0B0C0A0B, 0x0E0F0D0E));
-    const I even =
-        _mm256_mulhi_epu16(andi(x, seti(0x0FC0FC00)), seti(kUpper ? 0x10000100 : 0x04000040));
-    const I odd =
-        _mm256_mullo_epi16(andi(x, seti(0x003F03F0)), seti(kUpper ? 0x04000040 : 0x01000010));
+    const I even = _mm256_mulhi_epu16(andi(x, seti(0x0FC0FC00)), seti(0x04000040));
+    const I odd = _mm256_mullo_epi16(andi(x, seti(0x003F03F0)), seti(0x01000010));
     return ori(even, odd);
   }
   static void store6(uint8_t* p, I x) {
@@ -101,15 +72,6 @@ struct Vec {
     const I words = _mm256_permutevar8x32_epi32(halves, _mm256_setr_epi32(0, 1, 2, 4, 5, 6, 7, 7));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(words));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p + 16), _mm256_extracti128_si256(words, 1));
-  }
-  static I load4(const uint8_t* p) {
-    const I x = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    return ori(_mm256_srli_epi16(x, 4), andi(_mm256_slli_epi16(x, 8), seti(0x0F000F00)));
-  }
-  static void store4(uint8_t* p, I x) {
-    const I twos = _mm256_maddubs_epi16(andi(x, seti(0x0F0F0F0F)), seti(0x01100110));
-    const I bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(twos, twos), 0xD8);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(bytes));
   }
   static void store8x4(uint8_t* p, const I* code) { store_packed(p, packed(code)); }
   static void store8x4_signed(uint8_t* p, const I* code, const F* x) {
@@ -131,69 +93,25 @@ struct Vec {
     _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
   }
 
-  static F flushed(F x) { return x; }
   static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
-  static F mul_far(F a, F b) { return mul(a, b); }
   static F fma_far(F a, F b, F c) { return fma(a, b, c); }
   static F fms(F a, F b, F c) { return _mm256_fmsub_ps(a, b, c); }
-  static F div(F a, F b) { return _mm256_div_ps(a, b); }
   static F sqrt(F a) { return _mm256_sqrt_ps(a); }
   static F max(F a, F b) { return _mm256_max_ps(a, b); }
   static F min(F a, F b) { return _mm256_min_ps(a, b); }
 
-  static I as_int(F x) { return _mm256_castps_si256(x); }
-  static F as_float(I bits) { return _mm256_castsi256_ps(bits); }
-  static I magnitude_bits(F x) { return andi(as_int(x), seti(0x7FFFFFFF)); }
   static F to_float(I x) { return _mm256_cvtepi32_ps(x); }
   static I truncate(F x) { return _mm256_cvttps_epi32(x); }
 
-  static I addi(I a, I b) { return _mm256_add_epi32(a, b); }
-  static I subi(I a, I b) { return _mm256_sub_epi32(a, b); }
-  static I muli(I a, I b) { return _mm256_mullo_epi32(a, b); }
-  template <uint32_t kFactor, int kShift>
-  static I scaled_upper(I a) {
-    return shr<kShift>(_mm256_mulhi_epu16(a, seti(kFactor << 16)));
-  }
   static I add_low16(I a, I b) { return _mm256_add_epi16(a, b); }
-  static I absi(I a) { return _mm256_abs_epi32(a); }
-  static I andi(I a, I b) { return _mm256_and_si256(a, b); }
-  static I ori(I a, I b) { return _mm256_or_si256(a, b); }
-  static I xori(I a, I b) { return _mm256_xor_si256(a, b); }
-  template <int kBits>
-  static I shl(I a) {
-    return _mm256_slli_epi32(a, kBits);
-  }
-  template <int kBits>
-  static I shr(I a) {
-    return _mm256_srli_epi32(a, kBits);
-  }
-  template <int kBits>
-  static I sra(I a) {
-    return _mm256_srai_epi32(a, kBits);
-  }
   static I shlv(I a, I bits) { return _mm256_sllv_epi32(a, bits); }
   static I shrv(I a, I bits) { return _mm256_srlv_epi32(a, bits); }
-  static I maxu(I a, I b) { return _mm256_max_epu32(a, b); }
-  static I minu(I a, I b) { return _mm256_min_epu32(a, b); }
-  static I max_magnitude(I a, F x) { return maxu(a, andi(as_int(x), seti(0x7FFFFFFF))); }
-  static I maxu16(I a, I b) { return _mm256_max_epu16(a, b); }
-  static I maxs(I a, I b) { return _mm256_max_epi32(a, b); }
-  static Mask equal(I a, I b) { return _mm256_cmpeq_epi32(a, b); }
-  static Mask above(I a, I b) { return _mm256_cmpgt_epi32(a, b); }
-  static int count(Mask m) { return __builtin_popcount(_mm256_movemask_ps(as_float(m))); }
-  static bool any(Mask m) { return _mm256_movemask_ps(as_float(m)) != 0; }
-  static I choose(Mask m, I yes, I no) { return _mm256_blendv_epi8(no, yes, m); }
-
-  static I incremented(I a, Mask m) { return subi(a, m); }
-  static I signed_as(I a, F x) { return _mm256_sign_epi32(a, as_int(x)); }
   // Blends look at the top bit of a lane.
-  static F negated(F x, I c) {
-    return _mm256_blendv_ps(x, _mm256_xor_ps(x, set(-0.0f)), as_float(c));
-  }
-  static I unless_zero(I x, I c) { return _mm256_sign_epi32(x, c); }
-
-  static Mask not_below(F a, F b) { return as_int(_mm256_cmp_ps(a, b, _CMP_GE_OQ)); }
+  static F negated(F x, I c) { return _mm256_blendv_ps(x, -x, as_float(c)); }
+  static I maxu16(I a, I b) { return _mm256_max_epu16(a, b); }
+  static int count(Mask m) { return __builtin_popcount(_mm256_movemask_ps(F(m))); }
+  static bool any(Mask m) { return _mm256_movemask_ps(F(m)) != 0; }
   static F look_up(const float* table, I index) { return _mm256_i32gather_ps(table, index, 4); }
   static I look_up8(const uint32_t* table, I index) {
     const I* const entries = reinterpret_cast<const I*>(table);
@@ -201,10 +119,6 @@ struct Vec {
   }
   static F look_up8(const float* table, I index) {
     return _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), index);
-  }
-  static F look_up16(const float* table, I index) {
-    const F is_high = as_float(_mm256_slli_epi32(index, 28));  // by the sign
-    return _mm256_blendv_ps(look_up8(table, index), look_up8(table + 8, index), is_high);
   }
 
   static uint32_t reduce_maxu(I a) {
@@ -214,7 +128,13 @@ struct Vec {
     return static_cast<uint32_t>(_mm_cvtsi128_si32(x));
   }
   static uint32_t reduce_minu(I a) { return ~reduce_maxu(xori(a, seti(~0u))); }
-  static int reduce_sum(int count) { return count; }
+};
+
+struct Vec : WithTails<Whole> {
+  static I first(int n) { return I(above(seti(static_cast<uint32_t>(n)), ramp(0, 1))); }
+  using WithTails::load_n;
+  static F load_n(const float* p, int n) { return _mm256_maskload_ps(p, first(n)); }
+  static void store_n(float* p, F x, int n) { _mm256_maskstore_ps(p, first(n), x); }
 };
 
 }  // namespace zero8::ZERO8_TARGET

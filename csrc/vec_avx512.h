@@ -4,26 +4,30 @@
 
 #include <cstdint>
 
-#include "format.h"
+#include "operations.h"
 
 namespace zero8::ZERO8_TARGET {
 
-struct Vec {
+// As Operations takes them.
+struct Types {
   static constexpr int kLanes = 16;
   using F = __m512;
   using I = __m512i;
+  using Unsigned = uint32_t __attribute__((vector_size(64)));
+  using Signed = int32_t __attribute__((vector_size(64)));
   using Mask = __mmask16;
+};
 
+struct Vec : Operations<Types> {
+  using Operations::load;
   static Mask first(int n) { return static_cast<Mask>((1u << n) - 1u); }
 
   static F set(float x) { return _mm512_set1_ps(x); }
-  static I seti(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
   static I ramp(uint32_t start, uint32_t step) {
     const I lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     return addi(seti(start), muli(lane, seti(step)));
   }
 
-  static F load(const float* p) { return _mm512_loadu_ps(p); }
   static F load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
   static F load(const uint16_t* p) {
     return widen16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -40,8 +44,6 @@ struct Vec {
   static F load_n(const Half* p, int n) {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p));
   }
-  static I load_pairs(const void* p) { return _mm512_loadu_si512(p); }
-  static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
   static void store_n(float* p, F x, int n) { _mm512_mask_storeu_ps(p, first(n), x); }
   static void store16(uint16_t* p, I x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x));
@@ -67,7 +69,6 @@ struct Vec {
   }
   static void store8_n(uint8_t* p, I x, int n) { _mm512_mask_cvtepi32_storeu_epi8(p, first(n), x); }
   // As that of vec_avx2.h.
-  template <bool kUpper>
   static I load6(const uint8_t* p) {
     const auto sixteen = [p](int i) {
       return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i));
@@ -82,10 +83,8 @@ struct Vec {
                                     0x01020001, 0x04050304, 0x07080607, 0x0A0B090A,  //
                                     0x01020001, 0x04050304, 0x07080607, 0x0A0B090A,  //
                                     0x05060405, 0x08090708, 0x0B0C0A0B, 0x0E0F0D0E));
-    const I even =
-        _mm512_mulhi_epu16(andi(x, seti(0x0FC0FC00)), seti(kUpper ? 0x10000100 : 0x04000040));
-    const I odd =
-        _mm512_mullo_epi16(andi(x, seti(0x003F03F0)), seti(kUpper ? 0x04000040 : 0x01000010));
+    const I even = _mm512_mulhi_epu16(andi(x, seti(0x0FC0FC00)), seti(0x04000040));
+    const I odd = _mm512_mullo_epi16(andi(x, seti(0x003F03F0)), seti(0x01000010));
     return ori(even, odd);
   }
   static void store6(uint8_t* p, I x) {
@@ -96,14 +95,6 @@ struct Vec {
     const I words = _mm512_permutexvar_epi32(
         _mm512_setr_epi32(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, 15, 15, 15, 15), quarters);
     _mm512_mask_storeu_epi32(p, 0x0FFF, words);
-  }
-  static I load4(const uint8_t* p) {
-    const I x = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-    return ori(_mm512_srli_epi16(x, 4), andi(_mm512_slli_epi16(x, 8), seti(0x0F000F00)));
-  }
-  static void store4(uint8_t* p, I x) {
-    const I twos = _mm512_maddubs_epi16(andi(x, seti(0x0F0F0F0F)), seti(0x01100110));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi16_epi8(twos));
   }
   static void store8x4(uint8_t* p, const I* code) { store_packed(p, packed(code)); }
   static void store8x4_signed(uint8_t* p, const I* code, const F* x) {
@@ -128,68 +119,31 @@ struct Vec {
     _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
   }
 
-  static F flushed(F x) { return x; }
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
-  static F mul_far(F a, F b) { return mul(a, b); }
   static F fma_far(F a, F b, F c) { return fma(a, b, c); }
   static F fms(F a, F b, F c) { return _mm512_fmsub_ps(a, b, c); }
-  static F div(F a, F b) { return _mm512_div_ps(a, b); }
   static F sqrt(F a) { return _mm512_sqrt_ps(a); }
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
   static F min(F a, F b) { return _mm512_min_ps(a, b); }
 
-  static I as_int(F x) { return _mm512_castps_si512(x); }
-  static F as_float(I bits) { return _mm512_castsi512_ps(bits); }
-  static I magnitude_bits(F x) { return andi(as_int(x), seti(0x7FFFFFFF)); }
   static F to_float(I x) { return _mm512_cvtepi32_ps(x); }
   static I truncate(F x) { return _mm512_cvttps_epi32(x); }
 
-  static I addi(I a, I b) { return _mm512_add_epi32(a, b); }
-  static I subi(I a, I b) { return _mm512_sub_epi32(a, b); }
-  static I muli(I a, I b) { return _mm512_mullo_epi32(a, b); }
-  template <uint32_t kFactor, int kShift>
-  static I scaled_upper(I a) {
-    return shr<kShift>(_mm512_mulhi_epu16(a, seti(kFactor << 16)));
-  }
   static I add_low16(I a, I b) { return _mm512_add_epi16(a, b); }
-  static I absi(I a) { return _mm512_abs_epi32(a); }
-  static I andi(I a, I b) { return _mm512_and_si512(a, b); }
-  static I ori(I a, I b) { return _mm512_or_si512(a, b); }
-  static I xori(I a, I b) { return _mm512_xor_si512(a, b); }
-  template <int kBits>
-  static I shl(I a) {
-    return _mm512_slli_epi32(a, kBits);
-  }
-  template <int kBits>
-  static I shr(I a) {
-    return _mm512_srli_epi32(a, kBits);
-  }
   static I shlv(I a, I bits) { return _mm512_sllv_epi32(a, bits); }
   static I shrv(I a, I bits) { return _mm512_srlv_epi32(a, bits); }
-  static I maxu(I a, I b) { return _mm512_max_epu32(a, b); }
-  static I minu(I a, I b) { return _mm512_min_epu32(a, b); }
   // The larger magnitude, without its sign.
   static I max_magnitude(I a, F x) { return as_int(_mm512_range_ps(as_float(a), x, 0xB)); }
   static I maxu16(I a, I b) { return _mm512_max_epu16(a, b); }
-  static I maxs(I a, I b) { return _mm512_max_epi32(a, b); }
   static Mask equal(I a, I b) { return _mm512_cmpeq_epi32_mask(a, b); }
   static Mask above(I a, I b) { return _mm512_cmpgt_epi32_mask(a, b); }
+  static Mask not_below(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+  static I choose(Mask m, I yes, I no) { return _mm512_mask_blend_epi32(m, no, yes); }
+  static I incremented(I a, Mask m) { return _mm512_mask_add_epi32(a, m, a, seti(1)); }
   static int count(Mask m) { return __builtin_popcount(m); }
   static bool any(Mask m) { return m != 0; }
-  static I choose(Mask m, I yes, I no) { return _mm512_mask_blend_epi32(m, no, yes); }
 
-  static I incremented(I a, Mask m) { return _mm512_mask_add_epi32(a, m, a, seti(1)); }
-  static I signed_as(I a, F x) {
-    return _mm512_mask_sub_epi32(a, _mm512_movepi32_mask(as_int(x)), seti(0), a);
-  }
-  // x ^ (c & sign bit)
-  static F negated(F x, I c) {
-    return as_float(_mm512_ternarylogic_epi32(as_int(x), c, seti(0x80000000), 0x78));
-  }
-  static I unless_zero(I x, I c) { return _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(c, c), x); }
-
-  static Mask not_below(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
   static F look_up(const float* table, I index) { return _mm512_i32gather_ps(index, table, 4); }
   // The table twice, as four bits of the index count here.
   static I look_up8(const uint32_t* table, I index) {
@@ -199,13 +153,9 @@ struct Vec {
   static F look_up8(const float* table, I index) {
     return as_float(look_up8(reinterpret_cast<const uint32_t*>(table), index));
   }
-  static F look_up16(const float* table, I index) {
-    return _mm512_permutexvar_ps(index, _mm512_loadu_ps(table));
-  }
 
   static uint32_t reduce_maxu(I a) { return _mm512_reduce_max_epu32(a); }
   static uint32_t reduce_minu(I a) { return _mm512_reduce_min_epu32(a); }
-  static int reduce_sum(int count) { return count; }
 };
 
 }  // namespace zero8::ZERO8_TARGET

@@ -4,65 +4,39 @@
 
 #include <cstdint>
 
-#include "format.h"
+#include "operations.h"
+#include "tails.h"
 
 namespace zero8::ZERO8_TARGET {
 
-struct Vec {
+// As Operations takes them.
+struct Types {
   static constexpr int kLanes = 4;
   using F = float32x4_t;
   using I = uint32x4_t;
-  using Mask = uint32x4_t;  // all bits of a lane, or none
+  using Unsigned = uint32_t __attribute__((vector_size(16)));
+  using Signed = int32_t __attribute__((vector_size(16)));
+  using Mask = Signed;  // all bits of a lane, or none
+};
 
+struct Whole : Operations<Types> {
+  using Operations::load;
   static F set(float x) { return vdupq_n_f32(x); }
-  static I seti(uint32_t x) { return vdupq_n_u32(x); }
   static I ramp(uint32_t start, uint32_t step) {
     const uint32_t lanes[kLanes] = {0, 1, 2, 3};
     return vmlaq_n_u32(seti(start), vld1q_u32(lanes), step);
   }
 
-  static F load(const float* p) { return vld1q_f32(p); }
   static F load(const uint16_t* p) { return as_float(vshll_n_u16(vld1_u16(p), 16)); }
   static F load(const Half* p) {
     return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t*>(p))));
   }
-  static F load_n(const float* p, int n) { return load_first(p, n); }
-  static F load_n(const uint16_t* p, int n) { return load_first(p, n); }
-  static F load_n(const Half* p, int n) { return load_first(p, n); }
-  template <class T>
-  static F load_first(const T* p, int n) {
-    T padded[kLanes] = {};
-    for (int i = 0; i < n; ++i) padded[i] = p[i];
-    return load(padded);
-  }
-  static I load_pairs(const void* p) {
-    I pairs;
-    __builtin_memcpy(&pairs, p, sizeof pairs);
-    return pairs;
-  }
-  static void store(float* p, F x) { vst1q_f32(p, x); }
-  static void store_n(float* p, F x, int n) {
-    float whole[kLanes];
-    store(whole, x);
-    for (int i = 0; i < n; ++i) p[i] = whole[i];
-  }
   static void store16(uint16_t* p, I x) { vst1_u16(p, vmovn_u32(x)); }
-  static void store16_n(uint16_t* p, I x, int n) {
-    uint16_t whole[kLanes];
-    store16(whole, x);
-    for (int i = 0; i < n; ++i) p[i] = whole[i];
-  }
   static I load8(const uint8_t* p) { return vmovl_u16(vget_low_u16(vmovl_u8(load_four(p)))); }
-  static I load8_n(const uint8_t* p, int n, uint32_t fill) {
-    uint8_t padded[kLanes];
-    for (int i = 0; i < kLanes; ++i) padded[i] = i < n ? p[i] : static_cast<uint8_t>(fill);
-    return load8(padded);
-  }
   static I load8s(const uint8_t* p) {
     const int16x8_t halves = vmovl_s8(vreinterpret_s8_u8(load_four(p)));
     return vreinterpretq_u32_s32(vmovl_s16(vget_low_s16(halves)));
   }
-  static I load8s_n(const uint8_t* p, int n) { return sra<24>(shl<24>(load8_n(p, n, 0))); }
   // Four bytes, and four zeros.
   static uint8x8_t load_four(const uint8_t* p) {
     uint32_t four;
@@ -75,23 +49,14 @@ struct Vec {
     const uint32_t four = vget_lane_u32(vreinterpret_u32_u8(bytes), 0);
     __builtin_memcpy(p, &four, sizeof four);
   }
-  static void store8_n(uint8_t* p, I x, int n) {
-    uint8_t whole[kLanes];
-    store8(whole, x);
-    for (int i = 0; i < n; ++i) p[i] = whole[i];
-  }
   // The bytes of a unit in a lane, the first one highest, and back.
-  template <bool kUpper>
   static I load6(const uint8_t* p) {
     const uint8x16_t twelve = vcombine_u8(vld1_u8(p), load_four(p + 8));
     const uint8_t places[16] = {2, 1, 0, 255, 5, 4, 3, 255, 8, 7, 6, 255, 11, 10, 9, 255};
     const I unit = vreinterpretq_u32_u8(vqtbl1q_u8(twelve, vld1q_u8(places)));
-    constexpr uint32_t kMask = kUpper ? 0xFC : 0x3F;
-    constexpr int kUp = kUpper ? 2 : 0;
-    const I even =
-        ori(andi(shr<18 - kUp>(unit), seti(kMask)), andi(shl<10 + kUp>(unit), seti(kMask << 16)));
-    const I odd = ori(andi(shr<4 - kUp>(unit), seti(kMask << 8)), shl<24 + kUp>(unit));
-    return ori(even, andi(odd, seti(kMask << 24 | kMask << 8)));
+    const I even = ori(andi(shr<18>(unit), seti(0x3F)), andi(shl<10>(unit), seti(0x3F << 16)));
+    const I odd = ori(andi(shr<4>(unit), seti(0x3F << 8)), shl<24>(andi(unit, seti(0x3F))));
+    return ori(even, odd);
   }
   static void store6(uint8_t* p, I x) {
     const I first = ori(shl<18>(andi(x, seti(63))), shl<4>(andi(x, seti(63 << 8))));
@@ -101,17 +66,6 @@ struct Vec {
     vst1_u8(p, vget_low_u8(twelve));
     const uint32_t last_four = vgetq_lane_u32(vreinterpretq_u32_u8(twelve), 2);
     __builtin_memcpy(p + 8, &last_four, sizeof last_four);
-  }
-  static I load4(const uint8_t* p) {
-    const uint8x8_t both = vld1_u8(p);
-    const uint8x8x2_t codes = vzip_u8(vshr_n_u8(both, 4), vand_u8(both, vdup_n_u8(15)));
-    return vreinterpretq_u32_u8(vcombine_u8(codes.val[0], codes.val[1]));
-  }
-  static void store4(uint8_t* p, I x) {
-    const uint8x16_t codes = vreinterpretq_u8_u32(x);
-    const uint8x8_t first = vget_low_u8(vuzp1q_u8(codes, codes));
-    const uint8x8_t second = vget_low_u8(vuzp2q_u8(codes, codes));
-    vst1_u8(p, vsli_n_u8(vand_u8(second, vdup_n_u8(15)), first, 4));
   }
   static void store8x4(uint8_t* p, const I* code) { vst1q_u8(p, clamped8(code)); }
   static void store8x4_signed(uint8_t* p, const I* code, const F* x) {
@@ -134,7 +88,6 @@ struct Vec {
   }
   ZERO8_INLINE static void prefetch(const void* p) { __builtin_prefetch(p); }
 
-  static F flushed(F x) { return x; }
   static F mul(F a, F b) {
     return settled(mul_far(a, b), [=] { return mul_far(mul_far(a, set(0x1p64f)), b); });
   }
@@ -143,73 +96,26 @@ struct Vec {
     return settled(fma_far(a, b, c),
                    [=] { return fma_far(mul_far(a, larger), b, mul_far(c, larger)); });
   }
-  static F mul_far(F a, F b) { return vmulq_f32(a, b); }
   static F fma_far(F a, F b, F c) { return vfmaq_f32(c, a, b); }
   static F fms(F a, F b, F c) { return fma(a, b, vnegq_f32(c)); }
-  static F div(F a, F b) { return vdivq_f32(a, b); }
   static F sqrt(F a) { return vsqrtq_f32(a); }
   static F max(F a, F b) { return vmaxq_f32(a, b); }
   static F min(F a, F b) { return vminq_f32(a, b); }
 
-  static I as_int(F x) { return vreinterpretq_u32_f32(x); }
-  static F as_float(I bits) { return vreinterpretq_f32_u32(bits); }
-  static I magnitude_bits(F x) { return as_int(vabsq_f32(x)); }
   static F to_float(I x) { return vcvtq_f32_s32(vreinterpretq_s32_u32(x)); }
   static I truncate(F x) { return vreinterpretq_u32_s32(vcvtq_s32_f32(x)); }
 
-  static I addi(I a, I b) { return vaddq_u32(a, b); }
-  static I subi(I a, I b) { return vsubq_u32(a, b); }
-  static I muli(I a, I b) { return vmulq_u32(a, b); }
-  template <uint32_t kFactor, int kShift>
-  static I scaled_upper(I a) {
-    return shr<kShift>(muli(shr<16>(a), seti(kFactor)));
-  }
   static I add_low16(I a, I b) {
     return vreinterpretq_u32_u16(vaddq_u16(vreinterpretq_u16_u32(a), vreinterpretq_u16_u32(b)));
   }
-  static I absi(I a) { return vreinterpretq_u32_s32(vabsq_s32(vreinterpretq_s32_u32(a))); }
-  static I andi(I a, I b) { return vandq_u32(a, b); }
-  static I ori(I a, I b) { return vorrq_u32(a, b); }
-  static I xori(I a, I b) { return veorq_u32(a, b); }
-  template <int kBits>
-  static I shl(I a) {
-    return vshlq_n_u32(a, kBits);
-  }
-  template <int kBits>
-  static I shr(I a) {
-    return vshrq_n_u32(a, kBits);
-  }
-  template <int kBits>
-  static I sra(I a) {
-    return vreinterpretq_u32_s32(vshrq_n_s32(vreinterpretq_s32_u32(a), kBits));
-  }
-  static I shlv(I a, I bits) { return vshlq_u32(a, vreinterpretq_s32_u32(bits)); }
-  static I shrv(I a, I bits) { return vshlq_u32(a, vnegq_s32(vreinterpretq_s32_u32(bits))); }
-  static I maxu(I a, I b) { return vmaxq_u32(a, b); }
-  static I minu(I a, I b) { return vminq_u32(a, b); }
-  static I max_magnitude(I a, F x) { return maxu(a, magnitude_bits(x)); }
+  static I shlv(I a, I bits) { return a << bits; }
+  static I shrv(I a, I bits) { return a >> bits; }
   static I maxu16(I a, I b) {
     return vreinterpretq_u32_u16(vmaxq_u16(vreinterpretq_u16_u32(a), vreinterpretq_u16_u32(b)));
   }
-  static I maxs(I a, I b) {
-    return vreinterpretq_u32_s32(vmaxq_s32(vreinterpretq_s32_u32(a), vreinterpretq_s32_u32(b)));
-  }
-  static Mask equal(I a, I b) { return vceqq_u32(a, b); }
-  static Mask above(I a, I b) {
-    return vcgtq_s32(vreinterpretq_s32_u32(a), vreinterpretq_s32_u32(b));
-  }
-  static int count(Mask m) { return static_cast<int>(vaddvq_u32(shr<31>(m))); }
-  static bool any(Mask m) { return vmaxvq_u32(m) != 0; }
-  static I choose(Mask m, I yes, I no) { return vbslq_u32(m, yes, no); }
-  static I incremented(I a, Mask m) { return subi(a, m); }
-  static I signed_as(I a, F x) {
-    const I negative = sra<31>(as_int(x));
-    return subi(xori(a, negative), negative);
-  }
-  static F negated(F x, I c) { return as_float(xori(as_int(x), andi(c, seti(0x80000000)))); }
-  static I unless_zero(I x, I c) { return andi(x, vtstq_u32(c, c)); }
+  static int count(Mask m) { return static_cast<int>(vaddvq_u32(shr<31>(I(m)))); }
+  static bool any(Mask m) { return vmaxvq_u32(I(m)) != 0; }
 
-  static Mask not_below(F a, F b) { return vcgeq_f32(a, b); }
   static F look_up(const float* table, I index) {
     const float found[kLanes] = {table[vgetq_lane_u32(index, 0)], table[vgetq_lane_u32(index, 1)],
                                  table[vgetq_lane_u32(index, 2)], table[vgetq_lane_u32(index, 3)]};
@@ -227,26 +133,22 @@ struct Vec {
   static F look_up8(const float* table, I index) {
     return as_float(look_up8(reinterpret_cast<const uint32_t*>(table), index));
   }
-  static F look_up16(const float* table, I index) {
-    uint8x16x4_t entries;
-    for (int k = 0; k < 4; ++k) entries.val[k] = vreinterpretq_u8_f32(load(table + k * kLanes));
-    return as_float(vreinterpretq_u32_u8(vqtbl4q_u8(entries, bytes_of(andi(index, seti(15))))));
-  }
 
   static uint32_t reduce_maxu(I a) { return vmaxvq_u32(a); }
   static uint32_t reduce_minu(I a) { return vminvq_u32(a); }
-  static int reduce_sum(int count) { return count; }
 
  private:
   // As in vec_scalar.h, where it is explained.
   template <class Enlarged>
   static F settled(F r, Enlarged enlarged) {
-    const Mask is_zero = vceqzq_f32(r);
+    const Mask is_zero = Mask(r == 0.0f);
     if (!any(is_zero)) return r;
-    const Mask is_next = vceqq_f32(vabsq_f32(enlarged()), set(0x1p-62f));
-    return as_float(ori(as_int(r), andi(andi(is_zero, is_next), seti(0x00800000))));
+    const Mask is_next = equal(magnitude_bits(enlarged()), seti(0x20800000));
+    return as_float(ori(as_int(r), andi(I(is_zero & is_next), seti(0x00800000))));
   }
 };
+
+using Vec = WithTails<Whole>;
 
 // The same without a look at every result: the processor remembers whether it has flushed any.
 struct QuickVec : Vec {

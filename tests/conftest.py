@@ -19,7 +19,7 @@ settings.load_profile("zero8")
 
 
 # Long files: a run ends with short ones, so that no core waits long for the other.
-FIRST = ("fsdp", "kernel", "nvme", "train", "zero")
+FIRST = ("fsdp", "kernel", "train", "zero")
 
 # `make test-nightly` runs the slow tests of these: they compile or train for minutes, and what they
 # guard changes seldom.

@@ -145,12 +145,8 @@ def _deepspeed(report: dict) -> dict | None:
         lines.append(("deepspeed", f"not installed; pip install 'zero8[deepspeed]' {adds}"))
         return None
     from deepspeed.accelerator import get_accelerator
-    from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    libaio = AsyncIOBuilder().is_compatible(verbose=False)
     lines.append(("accelerator", device := get_accelerator().device_name()))
-    if not libaio:
-        lines.append(("nvme", "no libaio, which it needs: apt-get install libaio-dev"))
     changed = [seam for seam in seams.SEAMS if seam.without]
     missing = [seam for seam in changed if seam.state == "missing"]
     report["problems"] += [f"this DeepSpeed lacks {seam}" for seam in missing]
@@ -159,7 +155,7 @@ def _deepspeed(report: dict) -> dict | None:
     fit, version = len(changed) - len(missing), metadata.version("deepspeed")
     lines.append(("seams", f"{fit} of {len(changed)} fit DeepSpeed {version}"))
     states = {seam.label: seam.state for seam in changed}  # missing, present or installed
-    return {"accelerator": device, "libaio": libaio, "seams": states}
+    return {"accelerator": device, "seams": states}
 
 
 def _page_locked(ds_config: Path | None, report: dict) -> dict | None:

@@ -22,7 +22,7 @@ import torch
 from benchmarks import record
 from benchmarks.engine.clocked import Clocked
 from benchmarks.engine.contenders import CONTENDERS
-from benchmarks.engine.engines import ENGINES, SIDES, Case, join_ranks
+from benchmarks.engine.engines import DISK, ENGINES, SIDES, Case, join_ranks
 from zero8.bench import in_turns, multiple, spread, threads
 from zero8.environment import numbers
 from zero8.op import kernel
@@ -66,9 +66,13 @@ def parser() -> argparse.ArgumentParser:
     ):
         number = partial(multiple, 1)
         made.add_argument(f"--{name}", type=number, default=default, metavar="N", help=help_text)
-    for name, valid in (("engines", ENGINES), ("clipping", CLIPPING)):
-        settings = {"type": record.names_of(valid), "default": valid, "metavar": "NAME,..."}
-        made.add_argument(f"--{name}", **settings, help=f"default {','.join(valid)}")
+    in_memory = tuple(one for one in ENGINES if one != DISK)
+    for name, valid, default in (
+        ("engines", ENGINES, in_memory),  # DeepSpeed's AdamW needs libaio for a disk
+        ("clipping", CLIPPING, CLIPPING),
+    ):
+        settings = {"type": record.names_of(valid), "default": default, "metavar": "NAME,..."}
+        made.add_argument(f"--{name}", **settings, help=f"some of {','.join(valid)}")
     return made
 
 
@@ -148,7 +152,7 @@ def markdown(result: dict) -> list[str]:
         *record.table_of([row | {"label": _label(row)} for row in result["rows"]], COLUMNS),
         "",
         f"A bf16 model of matrices of {side} x {side} on {result['world_size']} rank(s), its "
-        "optimizer in host memory; rank 0's times. Medians of "
+        "optimizer in host memory, or on a disk; rank 0's times. Medians of "
         f"{result['rounds']} steps; the engines of one kind step in turns in one process, and a "
         f"ratio is the median over the rounds. {REMARKS[result['algorithm']]} The engine's step is "
         "everything from the last gradient to the next forward: `engine.step()`, or clipping and "

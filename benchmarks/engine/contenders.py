@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 import zero8
 from benchmarks.engine.engines import (
+    DISK,
     ENGINES,
     FSDP2,
     HYPERS,
@@ -78,7 +79,7 @@ _MUONS = (
     _our_muon("zero8's Muon, float32", ns_dtype="float32"),
 )
 CONTENDERS = {
-    ADAM.name: {name: _IN_FSDP2 if name == FSDP2 else _IN_DEEPSPEED for name in ENGINES},
+    ADAM.name: dict.fromkeys(ENGINES, _IN_DEEPSPEED) | {DISK: _IN_DEEPSPEED[:3], FSDP2: _IN_FSDP2},
     MUON.name: dict.fromkeys(ZERO_STAGES, _MUONS),
 }
 """By algorithm and engine."""

@@ -20,7 +20,8 @@ HYPERS = {
     ADAM.name: {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1},
     MUON.name: {"lr": 1e-4, "momentum": 0.95, "weight_decay": 0.1},
 }
-ZERO_STAGES = {"ZeRO-1": 1, "ZeRO-2": 2, "ZeRO-3": 3}
+DISK = "ZeRO-3 on a disk"
+ZERO_STAGES = {"ZeRO-1": 1, "ZeRO-2": 2, "ZeRO-3": 3, DISK: 3}
 FSDP2 = "FSDP2"
 ENGINES = (*ZERO_STAGES, FSDP2)
 
@@ -73,6 +74,9 @@ class DeepSpeedEngine:
         import deepspeed
 
         offload = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        if case.engine == DISK:
+            pipelines = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12}
+            offload |= {"device": "nvme", "nvme_path": "runs/bench_disk", **pipelines}
         stage = ZERO_STAGES[case.engine]
         config = {
             "train_micro_batch_size_per_gpu": 1,
@@ -82,6 +86,7 @@ class DeepSpeedEngine:
             "zero_optimization": {
                 "stage": stage,
                 "offload_optimizer": offload,
+                "sub_group_size": case.numel // 16 if case.engine == DISK else 10**9,
                 # DeepSpeed's Muon refuses the default in stage 3.
                 "reduce_scatter": case.algorithm != MUON.name or stage < 3,
             },

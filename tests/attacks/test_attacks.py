@@ -266,7 +266,7 @@ OF_COMMANDS_THAT_READ = [
             f"code in {name} {where}",
             with_code(name, spoiled),
             "convert zero made --to zero",
-            int(is_refused),
+            2 * is_refused,
             (name,) if is_refused else (),
         )
         for name, where, spoiled, is_refused in (
@@ -281,12 +281,12 @@ OF_COMMANDS_THAT_READ = [
             f"parameter {name}",
             parameter_called(name),
             "convert crafted made --to zero",
-            1,
+            2,
             ("which cannot name a folder",),
         )
         for name in ("../../../../outside/evil", "/tmp/evil", "..")
     ),
-    Attack("tag behind a link", behind_a_link, "convert zero made --to zero", 1, (f"in/{TAG}",)),
+    Attack("tag behind a link", behind_a_link, "convert zero made --to zero", 2, (f"in/{TAG}",)),
     *(
         Attack(
             f"{name} as manifest",
@@ -326,7 +326,7 @@ OF_COMMANDS_THAT_READ = [
         "tags for ever",
         both(write("ever/latest", b"tag"), lambda at: (at / "ever/tag").symlink_to(".")),
         "convert ever made --to plain",
-        1,
+        2,
         ("ever",),
     ),
     *(
@@ -334,7 +334,7 @@ OF_COMMANDS_THAT_READ = [
             f"file: {name}",
             lambda at, make=make: write("crafted", make())(at),
             "convert crafted made --to plain",
-            int(name not in GOOD_FILES),
+            2 * (name not in GOOD_FILES),
             () if name in GOOD_FILES else ("crafted",),
         )
         for name, make in (FILES | GOOD_FILES | {"code": lambda: CODE}).items()

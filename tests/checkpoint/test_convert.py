@@ -43,7 +43,7 @@ from params import each
 from universal_cuts import check_within_half_a_code, decoded, joined
 
 from zero8 import Adam8bitBlockwise
-from zero8.files.inside import mapped, release
+from zero8.files.inside import release
 from zero8.spec.adam import UNKNOWN_HISTORY
 from zero8.spec.grid import BlockGrid
 
@@ -321,7 +321,7 @@ def test_convert_to_zero_has_corrections_in_float32_master_weights(corrected_sou
 def test_release_of_mapped_files_takes_them_out_of_memory_until_they_are_read(tmp_path):
     path, bytes_per_mib = tmp_path / "file", 2**20
     path.write_bytes(bytes(range(256)) * 4096 * 64)
-    held = mapped(path)
+    held = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
     total, before = held.sum(), psutil.Process().memory_info().rss
     release(tmp_path / "fil")  # another
     release(path)

@@ -11,7 +11,7 @@ from torch.distributed import checkpoint as dcp
 
 import zero8
 from zero8 import Adam8bitBlockwise, Lion8bitBlockwise, SGD8bitBlockwise
-from zero8.checkpoint.read import joined
+from zero8.files import scratch
 
 SGD = {"lr": 0.01, "momentum": 0.9, "nesterov": True}
 
@@ -34,7 +34,7 @@ def assert_same_states(ours, theirs):
 def test_convert_through_mapped_files_has_the_same_bits(tmp_path, monkeypatch):
     """As it joins what is larger than `SMALL_BYTES`."""
     _, optimizer = saved_with(Adam8bitBlockwise, tmp_path / "in")
-    monkeypatch.setattr(joined, "SMALL_BYTES", 1)
+    monkeypatch.setattr(scratch, "SMALL_BYTES", 0)
     converted(tmp_path / "in", tmp_path / "out", "plain")
     made = torch.load(tmp_path / "out", weights_only=True)["optimizer"]
     assert_same_states(made["state"], optimizer.state_dict()["state"])

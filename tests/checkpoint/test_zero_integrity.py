@@ -2,7 +2,6 @@
 """Checkpoints of the engine on two ranks: complete and verified, or an error on both."""
 
 import os
-import resource
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,12 +11,9 @@ import pytest
 import torch
 from damages import cut, flip
 from deepspeed.utils import groups
-from full_disk import file_size_limit
 from log_lines import warned
-from needs import need_nvme
 from nests import assert_same
-from nvme_worker import make_tower, nvme_config
-from ranks import error_of, on_ranks, run_ranks
+from ranks import error_of, on_ranks
 from zero_worker import base_optimizer, config, held, make_engine, together, train
 
 from zero8.deepspeed import save as checkpoint_save
@@ -269,42 +265,3 @@ def resume_alone(folder):
 def test_load_by_another_number_of_ranks_says_what_to_do(standing_ranks, tmp_path):
     save_as_two(standing_ranks, folder=tmp_path)
     resume_alone(standing_ranks, folder=tmp_path)
-
-
-# --- States on a disk ----------------------------------------------------------------------------
-
-
-def save_swapped(folder):
-    """Save twice under the same tag; return what loads say of each kind of file that is damaged."""
-    engine = make_tower(nvme_config(f"{folder}/swap"))
-    train(engine, 1)
-    for _ in range(2):
-        engine.save_checkpoint(f"{folder}/checkpoints", tag="new")
-    errors, files = {}, Path(folder, "checkpoints", "new", "offloaded_tensors")
-    for pattern, harm in SWAPPED.items():
-        path = min(files.glob(pattern))
-        data = path.read_bytes()
-        together(harm, path)
-        errors[pattern] = error_of(engine.load_checkpoint, f"{folder}/checkpoints")
-        torch.distributed.barrier()
-        together(path.write_bytes, data)
-    with file_size_limit(500_000 if RANK == 1 else resource.RLIM_INFINITY):
-        full = error_of(engine.save_checkpoint, f"{folder}/checkpoints", tag="full")
-    return errors, full
-
-
-SWAPPED = {"rank*0/zero8-*": flip, "rank*1/[0-9]*": flip, "rank*1/zero8-*": cut}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_checkpoint_of_swapped_states_is_verified_in_every_file(tmp_path):
-    need_nvme()
-    ranks = run_ranks(save_swapped, 2, tmp_path, timeout_s=600, folder=str(tmp_path))
-    assert ranks[0][0] == ranks[1][0]
-    for errors, (kind_of_full, full) in ranks:
-        for pattern, (kind, message) in errors.items():
-            assert kind == "ValueError" and "offloaded_tensors/rank" in message, message
-            assert f"(written by rank {pattern[len('rank*')]})" in message
-        assert kind_of_full == "OSError" and "rank 1: " in full
-        assert "offloaded_tensors/rank01/" in full and "File too large" in full

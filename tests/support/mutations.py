@@ -219,7 +219,6 @@ def read(name: str, chance: random.Random) -> str:
             (path / file).write_bytes(content)
         try:
             source = open_checkpoint(path)
-            source.facts()
             for fragment in fragments_in(source):
                 for store in fragment.stores:
                     store.check_values()

@@ -55,14 +55,3 @@ def need_guest() -> Path:
     missing += "qemu-system-x86 linux-image-amd64 busybox-static"
     need(None if kernels and has_tools else missing)
     return max(kernels)
-
-
-def need_nvme() -> None:
-    """Skip the test, or fail in CI, without libaio; build what DeepSpeed swaps to a disk with."""
-    # Here, as only these tests need DeepSpeed.
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    builder = AsyncIOBuilder()
-    missing = "no libaio: apt-get install libaio-dev"
-    need(None if builder.has_function("io_submit", ("aio",)) else missing)
-    builder.load(verbose=False)

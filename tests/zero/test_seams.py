@@ -5,7 +5,6 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.runtime import engine as engine_module
-from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
 from deepspeed.runtime.zero import utils
 from nests import assert_same
 from ranks import on_ranks, run_ranks
@@ -13,7 +12,7 @@ from zero_worker import BF16_MASTERS, Bag, base_optimizer, config, held, make_en
 
 import zero8
 from zero8.deepspeed import seam as seam_module
-from zero8.deepspeed import seams, swapper  # noqa: F401 - it declares what it overrides
+from zero8.deepspeed import seams
 from zero8.deepspeed.seam import SEAMS
 from zero8.environment import versions
 from zero8.environment.versions import TESTED
@@ -136,7 +135,6 @@ MISSING = {
     "list gone": (utils, "ZERO_SUPPORTED_OPTIMIZERS", None),
     "method gone": (engine_module.DeepSpeedEngine, "_configure_zero_optimizer", None),
     "method differs": (engine_module.DeepSpeedEngine, "_do_optimizer_sanity_check", renamed),
-    "overridden method differs": (OptimizerSwapper, "_get_state_tensors", renamed),
 }
 
 

@@ -8,11 +8,11 @@ import copy
 import os
 import signal
 from contextlib import contextmanager
-from tempfile import TemporaryDirectory
 
 import deepspeed
 import pytest
 import torch
+import zero_worker
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -22,12 +22,10 @@ from deepspeed.utils import (
     safe_set_full_grad,
     safe_set_local_grad,
 )
-from needs import need_nvme
 from nests import assert_same
-from nvme_worker import Tower, held_everywhere, nvme_config
-from ranks import error_of, on_ranks
+from ranks import error_of
 from torch.utils.checkpoint import checkpoint
-from zero_worker import Bag, base_optimizer, config, make_engine, pattern, take_step, train
+from zero_worker import Bag, base_optimizer, config, make_engine, pattern, take_step
 
 from zero8.environment import behind
 from zero8.environment.worker import Worker
@@ -86,7 +84,7 @@ def left_of(engine):
 def held(engine):
     """Return copies of parameters and states after all steps."""
     assert base_optimizer(engine).states  # waits
-    return held_everywhere(engine)
+    return zero_worker.held(engine)
 
 
 def runs_of(ds_config, model, run, *args, more=ON):
@@ -277,25 +275,6 @@ def happen(engine, event, folder):
 def test_step_in_forward_is_over_for_whatever_needs_it(ranks, standing_ranks, tmp_path):
     rows = {one.__name__: (BF16, Bag, happen, one, f"{tmp_path}/{one.__name__}") for one in EVENTS}
     standing_ranks(ranks).run(check, rows=rows)
-
-
-def steps_and_save(engine, folder):
-    losses = train(engine, 3)
-    if engine.zero_nvme_offload_optimizer():
-        engine.save_checkpoint(folder)
-    return losses + train(engine, 2, first=3)
-
-
-@pytest.mark.timeout(1800)
-@pytest.mark.slow
-@pytest.mark.parametrize("pipelined", [False, True])
-@on_ranks(2, timeout_s=900)
-def test_step_in_forward_with_states_on_nvme_has_the_bits_of_steps_in_memory(pipelined):
-    need_nvme()
-    with TemporaryDirectory() as folder:
-        swaps = nvme_config(f"{folder}/{os.environ['RANK']}", pipelined=pipelined, dtype={})
-        row = nvme_config(None, dtype={}), Tower, steps_and_save, f"{folder}/saved"
-        assert_same(*runs_of(*row, more=swaps | ON))
 
 
 # --- Errors --------------------------------------------------------------------------------------

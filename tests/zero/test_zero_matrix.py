@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every mode of ZeRO without NVMe trains, is as close to fp32 AdamW as codes are fine, and resumes.
+"""Every mode of ZeRO trains, is as close to fp32 AdamW as codes are fine, and resumes.
 
 The cells, and what is varied with each, are in `zero_matrix.CELLS`; to run one:
 `pytest tests/zero/test_zero_matrix.py -m "" -k zero2_cpu_bf16`.

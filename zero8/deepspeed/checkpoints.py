@@ -5,7 +5,7 @@ Moments of universal checkpoints are float32, and are encoded parameter by param
 read.  DeepSpeed's bugs in loading them, with any optimizer:
 
 * Stage 3 gives all parameter groups the options (learning rate, weight decay, ...) of the first.
-* Stage 3 loads Adam's two moments, whatever the optimizer has, and nothing on NVMe.
+* Stage 3 loads Adam's two moments, whatever the optimizer has.
 * Groups that the checkpoint lacks are silently not loaded.
 """
 
@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero8.deepspeed import load, save, swapping
-from zero8.deepspeed.flat_state import FlatPartition
+from zero8.deepspeed import load, save
 from zero8.deepspeed.gradients import masters_of
 from zero8.deepspeed.moment_tensor import MomentTensor, moments_in
 from zero8.deepspeed.seam import (
@@ -44,8 +43,6 @@ rely_on(ENGINE.partition(":")[0], "get_fp32_state_dict_from_zero_checkpoint", "t
 rely_on(_TORCH_ENGINE, "save", "path")
 rely_on(_TORCH_ENGINE, "load", "path")
 rely_on(STAGE3, "_load_global_state_stage3", "sd")
-rely_on(STAGE3, "_optimizer_states_and_gradient_swap_in", "sub_group_id")
-rely_on(STAGE3, "_optimizer_states_and_gradient_swap_out", "sub_group_id")
 rely_on(STAGE3, "load_hp_checkpoint_state", "folder", "key", "param")
 
 
@@ -75,8 +72,7 @@ def save_with_manifest(original: Callable, engine: Any, *args: Any, **kwargs: An
 )
 def load_verified(original: Callable, engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Verify the files and compare the parameters first, on all ranks or on none."""
-    with swapping.no_files_of_universal(engine):
-        return _instead(load.load, "load_dir", original, engine, args, kwargs)
+    return _instead(load.load, "load_dir", original, engine, args, kwargs)
 
 
 def _instead(
@@ -128,10 +124,7 @@ def _load_parameter(p: Tensor, original: Callable, moments: dict, *args: Any, **
 
 @seam(STAGE3, f"{_LOADS}_stage3", "all groups would get the options of the first", "checkpoint_dir")
 def load_universal3(_: Callable, zero: Any, checkpoint_dir: str) -> None:
-    """Load every group's own options and moments, instead of the first's and Adam's.
-
-    What is swapped is in memory one sub-group at a time.
-    """
+    """Load every group's own options and moments, instead of the first's and Adam's."""
     optimizer = zero.optimizer
     saved = _saved(checkpoint_dir, optimizer)
     zero._load_global_state_stage3(saved)
@@ -139,17 +132,12 @@ def load_universal3(_: Callable, zero: Any, checkpoint_dir: str) -> None:
         group.update({key: value for key, value in options.items() if key != "params"})
     step = saved["optimizer_state_dict"]["state"][0]["step"]
     for number, flat in enumerate(masters_of(zero)):
-        is_swapped = zero._swappable_optimizer_subgroup(number)
-        if is_swapped:
-            zero._optimizer_states_and_gradient_swap_in(number)
         group = optimizer.param_groups[zero.sub_group_to_group_id[number]]
         moments = _new_moments(optimizer, group, flat)
         _load_sub_group(zero, number, {"fp32": flat.data, **moments}, Path(checkpoint_dir) / "zero")
         optimizer.state[flat].update(step=step, **moments)
         optimizer.moments(flat)
         zero._reassign_or_swap_out_partitioned_parameters(number)
-        if is_swapped:
-            zero._optimizer_states_and_gradient_swap_out(number)
 
 
 @torch.no_grad()  # autograd would keep every part of weights that were saved as parameters
@@ -165,9 +153,7 @@ def _load_sub_group(zero: Any, number: int, targets: dict[str, Tensor], folder: 
 
 def _new_moments(optimizer: Any, group: dict, flat: Tensor) -> dict[str, MomentTensor]:
     """Return new moments for a flat partition of parameters in a group."""
-    algorithm, kinds = optimizer.algorithm_of(group), optimizer.kinds
-    flat_kinds = (kind for kind in kinds if isinstance(kind, FlatPartition))
-    (kind,) = (kind for kind in flat_kinds if kind.algorithm is algorithm)
+    kind = optimizer.kind_of(flat, {}, optimizer.algorithm_of(group))
     return moments_in(kind.new(flat, None))
 
 

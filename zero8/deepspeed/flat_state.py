@@ -10,12 +10,14 @@ Entries:
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero8.deepspeed.moment_tensor import MomentTensor, has_moments, with_moments
-from zero8.deepspeed.partition import group_number_of, group_of, table_of
+from zero8.deepspeed.nvme import beside
+from zero8.deepspeed.partition import group_of, table_of
 from zero8.environment.numbers import Group
 from zero8.spec.algorithm import Algorithm, MomentRule
 from zero8.spec.codec import Codec
@@ -48,25 +50,18 @@ class FlatPartition(StateKind):
         # A copied optimizer does not know its partitions; its states identify them.
         return has_moments(state) or self.table(p) is not None
 
-    def table(self, p: Tensor, numel: int | None = None) -> PieceTable | None:
-        """Return the segment table of a partition, None if ZeRO does not know it as one.
-
-        `numel` is its number of elements, if it is swapped out and its tensor is empty.
-        """
+    def table(self, p: Tensor) -> PieceTable | None:
+        """Return the segment table of a partition, None if ZeRO does not know it as one."""
         known = self._params.alive()
 
         def piece(q: Tensor, start: int, numel: int, first: int) -> Piece:
             return self.settings.piece(known[q], start, numel, first)
 
-        table = table_of(p, p.numel() if numel is None else numel, list(known), piece)
+        table = table_of(p, list(known), piece)
         if table is not None and table.pieces:
             self._tables[p] = table
         # DeepSpeed's offload_states removes the tensors that `table_of` reads.
         return None if table is None else self._tables.get(p, table)
-
-    def group_number(self, p: Tensor) -> int:
-        """Return the number of the optimizer's group that a sub-group of ZeRO 3 belongs to."""
-        return group_number_of(p, list(self._params.alive()))
 
     def process_group(self, p: Tensor) -> Group:
         """See `StateKind`; a partition's parameters are cut among the same ranks."""
@@ -76,7 +71,8 @@ class FlatPartition(StateKind):
         """See `StateKind`."""
         algorithm, codec, table = self.settings.algorithm, self.settings.codec, self.table(p)
         stores = [MomentStore.zeros(codec, rule, table, p.device) for rule in algorithm.moments]
-        return {"step": 0, **new_memory(algorithm), **_moments_of(stores)}
+        moments = _moments_of([_placed(p, store) for store in stores])
+        return {"step": 0, **new_memory(algorithm), **moments}
 
     def moments(self, p: Tensor, state: dict, info: ParamInfo | None) -> list[MomentStore]:
         """See `StateKind`; dense moments come from universal checkpoints and fp32 optimizers."""
@@ -126,12 +122,13 @@ class FlatPartition(StateKind):
             numbers |= checked_memory(algorithm, saved)
         like = self.settings.codec, table
         stores = [
-            self._fitted(rule, saved[rule.name], table).to(p.device)
+            _placed(p, self._fitted(rule, saved[rule.name], table).to(p.device))
             if rule in quantized
             else _encoded(algorithm, p, rule, saved[rule.name], like)
             for rule in algorithm.moments
         ]
         correction = self.settings.correction_from(p, saved)
+        correction = {key: beside(p, value) for key, value in correction.items()}
         return {**numbers, **_moments_of(stores), **correction}
 
     def _fitted(self, rule: MomentRule, moment: MomentTensor, table: PieceTable) -> MomentStore:
@@ -223,7 +220,12 @@ def _encoded(
     codec, table = like
     store = MomentStore.zeros(codec, rule, table, p.device)
     store.write(0, values.reshape(-1))
-    return store
+    return _placed(p, store)
+
+
+def _placed(p: Tensor, store: MomentStore) -> MomentStore:
+    """Return a new store where its partition is: in memory, or on a disk."""
+    return store.with_buffers(partial(beside, p))
 
 
 def _check_has_moments(algorithm: Algorithm, state: dict, *others: str) -> None:

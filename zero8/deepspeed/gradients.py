@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from zero8.deepspeed.nvme import beside, is_on_disk, make_masters
 from zero8.deepspeed.page_locked import page_locked_zeros
 from zero8.deepspeed.seam import STAGE3, STAGE12, seam
 from zero8.state.grads import has_other_dtype, set_grad
@@ -107,7 +108,7 @@ def widen(zero: Any, why: str) -> None:
         return
     _wait_for_gradients(zero)
     for p in masters:
-        set_grad(p, _zeros_like(p.grad, p.dtype).copy_(p.grad))
+        set_grad(p, _new_grad(p, p.dtype).copy_(p.grad))
     tell_once(f"zero8: gradients in host memory are float32 from now on, and take more: {why}")
     if hasattr(zero, "_get_offload_gradient_dict"):  # views, for safe_get_full_grad
         zero._get_offload_gradient_dict()
@@ -132,15 +133,19 @@ def _narrow(p: Tensor, dtype: torch.dtype) -> None:
     """
     old = p.grad
     assert old is not None, "DeepSpeed has made it"
-    if _is_freed_by_deepspeed(old) or old.dtype == dtype or not _can_hold(p, dtype):
+    is_there = old.dtype == dtype and not is_on_disk(p)
+    if _is_freed_by_deepspeed(old) or is_there or not _can_hold(p, dtype):
         return
-    set_grad(p, _zeros_like(old, dtype))
+    set_grad(p, _new_grad(p, dtype))
 
 
-def _zeros_like(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    if grad.is_pinned():
-        return page_locked_zeros(grad.shape, dtype)
-    return torch.zeros_like(grad, dtype=dtype)
+def _new_grad(p: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a gradient of zeros where a master weight has one, or belongs to be."""
+    old = p.grad
+    assert old is not None, "DeepSpeed has made it"
+    if old.is_pinned():
+        return page_locked_zeros(old.shape, dtype)
+    return beside(p, torch.zeros_like(old, dtype=dtype))
 
 
 def _free_page_locked() -> None:
@@ -178,10 +183,8 @@ def _without_grad(p: Tensor) -> Tensor:
 
 
 def _may_share(zero: Any) -> bool:
-    # NVMe moves these tensors in other ways.
     return (
         zero.offload_optimizer
-        and not zero.swap_optimizer
         and zero.torch_autocast_gradscaler is None  # it multiplies gradients in memory
         and not zero.params_in_nvme_and_cpu
     )
@@ -190,7 +193,7 @@ def _may_share(zero: Any) -> bool:
 @seam(STAGE3, "_create_fp32_partitions", _TWICE)
 def create(original: Callable, zero: Any) -> None:
     """Have bfloat16 master weights share the memory of the weights."""
-    original(zero)
+    make_masters(zero, original)
     if not _may_share(zero) or any(
         map(_is_freed_by_deepspeed, zero.param_groups_fp16_flat_cpu_memory)
     ):
@@ -247,7 +250,7 @@ def _separate_gradients(zero: Any) -> None:
     partitions = zero.grad_partitions_flat_buffer.untyped_storage().data_ptr()
     for p in zero.fp32_partitioned_groups_flat:
         if p.grad is not None and p.grad.untyped_storage().data_ptr() == partitions:
-            set_grad(p, p.grad.clone())
+            set_grad(p, _new_grad(p, p.grad.dtype).copy_(p.grad))
 
 
 def are_alike(one: Tensor, other: Tensor) -> bool:

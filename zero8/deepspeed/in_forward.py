@@ -33,7 +33,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from zero8.deepspeed.seam import ENGINE, STAGE3, of_engine, rely_on, replaced, seam
 from zero8.deepspeed.settings import EngineSettings
 from zero8.deepspeed.step import factor_of, leave_to_step, step_sub_group
-from zero8.deepspeed.swapping import is_swapping
 from zero8.environment.behind import Behind
 from zero8.state.tell import logger
 
@@ -106,8 +105,7 @@ class _SubGroups(Behind):
         setattr(self._coordinator, _PREFETCHED, 0)
         works = {number: partial(self._take, zero, of_one) for number, of_one in calls.items()}
         last = works.pop(_LAST)
-        # The swapper reads ahead in the order of numbers.
-        self.do(works, is_sorted=zero.swap_optimizer)
+        self.do(works)
         self.do({_LAST: last})
 
     def _take(self, zero: Any, calls: Iterable[Callable]) -> None:
@@ -120,8 +118,6 @@ class _SubGroups(Behind):
                 self._stream.synchronize()
         except BaseException:  # of any class: the thread keeps it until the ranks agree
             logger.exception("zero8: the optimizer's step behind the forward has failed")
-            if is_swapping(zero):
-                zero.optimizer_swapper.drain()
             raise
 
     def begin(self, _: Any) -> None:

@@ -1,29 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's file names in the folder of a tag, and which of them it reads."""
 
-from pathlib import Path
-
-_HOLDS_LOCAL_FILES = "offloaded_tensors"
 MASTERS = {"single_partition_of_fp32_groups", "fp32_flat_groups"}
 """The keys of master weights in files of stages 1 and 2 (and BF16_Optimizer), and of stage 3."""
 
 
 def is_part(path: str) -> bool:
     """Return whether DeepSpeed would read a file in the folder of a tag as part of it."""
-    return "_states.pt" in path or path.startswith(f"{_HOLDS_LOCAL_FILES}/")
-
-
-def swap_folder(engine, load_dir: str, tag: str) -> str:
-    """Return the folder of this rank's swap files in a checkpoint."""
-    from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
-
-    rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
-    return str(Path(load_dir, tag, _HOLDS_LOCAL_FILES, "rank" + dp_index_to_str(rank)))
+    return "_states.pt" in path
 
 
 def loads_states(engine, options: dict) -> bool:
     """Return whether a load with these arguments of `load_checkpoint` loads optimizer states."""
-    if engine.load_universal_checkpoint() or engine.zero_nvme_offload_optimizer():
+    if engine.load_universal_checkpoint():
         return True  # whatever the arguments
     return options.get("load_optimizer_states", True) and not options.get("load_module_only")
 

@@ -18,20 +18,15 @@ MakePiece = Callable[[Tensor, int, int, int], Piece]
 """(parameter, start in the shard, numel, first element in the parameter) -> Piece."""
 
 
-def table_of(
-    flat: Tensor, numel: int, params: Sequence[Tensor], make: MakePiece
-) -> PieceTable | None:
-    """Return the segment table of a flat partition of these parameters, None if it is not ZeRO's.
-
-    The tensor itself is empty while it is swapped out.
-    """
+def table_of(flat: Tensor, params: Sequence[Tensor], make: MakePiece) -> PieceTable | None:
+    """Return the segment table of a flat partition of parameters, None if it is not ZeRO's."""
     if any(hasattr(p, "_z3_optimizer") for p in params):
         pieces = _stage3_pieces(flat, params, make)
     elif any(hasattr(p, "_hp_mapping") for p in params):
         pieces = _stage12_pieces(flat, params, make)
     else:
         return None
-    return PieceTable(tuple(sorted(pieces, key=lambda piece: piece.start)), numel)
+    return PieceTable(tuple(sorted(pieces, key=lambda piece: piece.start)), flat.numel())
 
 
 def group_of(flat: Tensor, params: Sequence[Tensor]) -> Group:
@@ -42,14 +37,6 @@ def group_of(flat: Tensor, params: Sequence[Tensor]) -> Group:
     storage = flat.untyped_storage().data_ptr()
     groups = [getattr(p, "_dp_group", None) for p in _touching(params, storage) or params]
     return _if_shared(next((one for one in groups if one is not None), None))
-
-
-def group_number_of(flat: Tensor, params: Sequence[Tensor]) -> int:
-    """Return the number of the optimizer's group that a sub-group of ZeRO 3 belongs to."""
-    zero = next(p._z3_optimizer for p in params if hasattr(p, "_z3_optimizer"))
-    partitions = zero.fp32_partitioned_groups_flat
-    (sub_group,) = (number for number, one in enumerate(partitions) if one is flat)
-    return zero.sub_group_to_group_id[sub_group]
 
 
 def _stage12_pieces(flat: Tensor, params: Sequence[Tensor], make: MakePiece) -> list[Piece]:

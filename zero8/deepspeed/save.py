@@ -16,13 +16,13 @@ from pathlib import Path
 
 from torch import distributed
 
-from zero8.deepspeed.layout import is_part, swap_folder
+from zero8.deepspeed.layout import is_part
 from zero8.deepspeed.seam import replaced
 from zero8.deepspeed.settings import EngineSettings
 from zero8.environment.agree import from_rank_0, gathered
 from zero8.files import tags
 from zero8.files.atomic import sync_folder
-from zero8.files.manifest import File, Manifest, paths_in
+from zero8.files.manifest import File, Manifest
 from zero8.state.tell import logger, tell_once
 
 VISIBLE_WITHIN_S = 5.0
@@ -107,10 +107,6 @@ class _Record:
                 if before():
                     engine.optimizer.checkpoint_event_epilogue()
                 distributed.barrier()
-        if engine.zero_nvme_offload_optimizer():  # DeepSpeed has copied this rank's swap files
-            copied = Path(swap_folder(engine, options["save_dir"], options["tag"]))
-            copies = [copied / path for path in paths_in(copied)]
-            self._paths |= {path.relative_to(self._folder).as_posix() for path in copies}
 
     def entries(self) -> list[File]:
         """Sync this rank's files to the disk; return their entries in the manifest."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seams: the places where zero8 patches DeepSpeed, each declared beside its patch.
 
-    @seam(STAGE3, "step", "a swap error of one rank would leave the others waiting")
+    @seam(STAGE3, "step", "no step would be put off")
     def step(original, self, *args, **kwargs): ...
 
 The function takes the place of DeepSpeed's for our optimizers only, and gets that one as its first
@@ -74,7 +74,7 @@ class Seam:
         owner: its module, or module:class.
         name: its name there.
         parameters: the parameters that zero8 relies on.
-        without: what would happen without the patch; empty if zero8 only calls or overrides it.
+        without: what would happen without the patch; empty if zero8 only calls it.
         patch: what takes its place; None for lists and tables, and without a patch.
         optimizer: gets the arguments of a call, and returns the optimizer that must be ours; None:
             the patch decides.
@@ -177,14 +177,3 @@ def seam(
 def rely_on(owner: str, name: str, *parameters: str) -> None:
     """Declare a member of DeepSpeed that zero8 calls."""
     SEAMS.append(Seam(owner, name, parameters))
-
-
-def overrides(owner: str) -> Callable[[Callable], Callable]:
-    """Declare the decorated method as an override of one of the same name and parameters."""
-
-    def declare(method: Callable) -> Callable:
-        _, *parameters = inspect.signature(method).parameters
-        rely_on(owner, method.__name__, *parameters)
-        return method
-
-    return declare

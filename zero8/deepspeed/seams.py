@@ -8,9 +8,9 @@ from zero8.deepspeed import (  # noqa: F401 - each declares its seams
     checkpoints,
     constructing,
     gradients,
+    nvme,
     states,
     step,
-    swapping,
 )
 
 # isort: split
@@ -44,8 +44,6 @@ def install() -> None:
     supported = getattr(utils, _SUPPORTED, [])
     if not set(classes) & set(supported):
         warn_if_untested("deepspeed")
-        from zero8.deepspeed import swapper  # noqa: F401 - it declares what it overrides
-
         for one in SEAMS:
             one.check()
         for one in SEAMS:

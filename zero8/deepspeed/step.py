@@ -3,8 +3,8 @@
 
 **Unscaling and clipping.**  DeepSpeed multiplies the gradients of a partition by one factor just
 before it calls the optimizer, which reads and writes 8 bytes per parameter.  The step multiplies as
-it reads them, with the same bits (`BlockwiseOptimizer.scale_grads`).  On a GPU, and for gradients
-on NVMe, DeepSpeed's pass stays.
+it reads them, with the same bits (`BlockwiseOptimizer.scale_grads`).  On a GPU DeepSpeed's
+pass stays.
 
 In host memory the gradients of a partition lie in a buffer that DeepSpeed does not clear.  If a
 parameter gets no gradient, its last one is used again, and has been multiplied each time.  Here the
@@ -92,7 +92,7 @@ def unscale3(original: Callable, zero: Any, sub_group_id: int, total_norm: Any) 
 def leave_to_step(zero: Any, sub_group_id: int, factor: Callable) -> bool:
     """Leave the factor of a sub-group's gradients to the step of ZeRO-3; return whether it can."""
     grad = zero.fp32_partitioned_groups_flat[sub_group_id].grad
-    if zero.swap_optimizer or not _can_scale(zero, [grad]):
+    if not _can_scale(zero, [grad]):
         return False
     params = []
     if zero.offload_optimizer:

@@ -32,12 +32,12 @@ class Behind:
         self._order: list[int] = []
         self._is_agreed = True  # whether the ranks know of all errors
 
-    def do(self, works: Mapping[int, Callable[[], None]], *, is_sorted: bool = False) -> None:
-        """Begin the work of units, in the order of their numbers or of the last forward."""
+    def do(self, works: Mapping[int, Callable[[], None]]) -> None:
+        """Begin the work of units, in the order in which the last forward needed them."""
         self._order = list(dict.fromkeys([*self._used, *self._order, *works]))
         self._used.clear()
         self._is_agreed = False
-        for unit in sorted(works) if is_sorted else self._order:
+        for unit in self._order:
             if unit in works:
                 self.worker.do(unit, partial(self._do, works[unit]))
 

@@ -9,8 +9,8 @@ What cannot be opened raises OSError; what is no regular file, or is reached thr
 ValueError.
 """
 
-import ctypes
-import errno
+import io
+import mmap
 import os
 import stat
 from collections.abc import Iterator
@@ -18,12 +18,8 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path, PurePosixPath
 
-import torch
-from torch import Tensor
+from zero8.environment.pages import advise
 
-_madvise = ctypes.CDLL(None).madvise
-_madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-_MADV_DONTNEED = 4  # linux/mman.h
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a pipe would block.
 _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -51,24 +47,6 @@ def opened_at(path: Path, folder: Path | None) -> FileIO:
     return opened(folder, path.relative_to(folder).as_posix())
 
 
-def mapped(path: Path, folder: Path | None = None) -> Tensor:
-    """Map a file into memory, (bytes,) uint8, so that only the bytes used are read.
-
-    Writes do not reach the file.  If another process truncates it meanwhile, access to the missing
-    bytes raises SIGBUS.
-    """
-    with opened_at(path, folder) as file:
-        size_bytes = os.fstat(file.fileno()).st_size
-        if not size_bytes:
-            raise ValueError(f"{path}: got an empty file; was it cut short?")
-        # torch opens files by name; this name is the open file's.
-        own_name = f"/proc/self/fd/{file.fileno()}"
-        try:
-            return torch.from_file(own_name, size=size_bytes, dtype=torch.uint8)
-        except RuntimeError as error:  # for example, too little address space
-            raise OSError(errno.ENOMEM, "cannot be mapped into memory", str(path)) from error
-
-
 def release(*paths: Path) -> None:
     """Take mapped files at or in some paths out of this process's memory, which had pages of them.
 
@@ -80,15 +58,7 @@ def release(*paths: Path) -> None:
         addresses, *_, name = line.split(maxsplit=5)
         if f"{name}/".startswith(places):
             begin, end = (int(address, 16) for address in addresses.split("-"))
-            _madvise(begin, end - begin, _MADV_DONTNEED)
-
-
-def size_bytes_of(folder: Path, path: str) -> int:
-    """Return the size of a regular file."""
-    with _parent_of(folder, path) as (parent, name):
-        info = os.lstat(name, dir_fd=parent)
-    _check_is_file(info, Path(folder, path))
-    return info.st_size
+            advise(begin, end - begin, mmap.MADV_DONTNEED)
 
 
 def remove(folder: Path, path: str) -> None:
@@ -99,14 +69,11 @@ def remove(folder: Path, path: str) -> None:
 
 def read_at_most(folder: Path, path: str, limit_bytes: int) -> bytes:
     """Return the contents of a file; a longer one raises ValueError."""
-    parts, left = [], limit_bytes + 1
-    with opened(folder, path) as file:
-        while left and (part := file.read(left)):
-            parts.append(part)
-            left -= len(part)
-    if not left:
+    with io.BufferedReader(opened(folder, path)) as file:
+        data = file.read(limit_bytes + 1)
+    if len(data) > limit_bytes:
         raise ValueError(f"got more than {limit_bytes} bytes")
-    return b"".join(parts)
+    return data
 
 
 def paths_of(folder: Path) -> Iterator[str]:
@@ -144,7 +111,7 @@ def _parent_of(folder: Path, path: str) -> Iterator[tuple[int, str]]:
         descriptor = os.open(folder, _FOLDER)
         for depth, parent in enumerate(parents, 1):
             if stat.S_ISLNK(os.lstat(parent, dir_fd=descriptor).st_mode):
-                raise ValueError(_got("a symbolic link", Path(folder, *parents[:depth])))
+                raise ValueError(_not_itself(Path(folder, *parents[:depth])))
             inner = os.open(parent, _FOLDER | os.O_NOFOLLOW, dir_fd=descriptor)
             os.close(descriptor)
             descriptor = inner
@@ -156,21 +123,13 @@ def _parent_of(folder: Path, path: str) -> Iterator[tuple[int, str]]:
             os.close(descriptor)
 
 
-_KINDS = {
-    stat.S_IFLNK: "a symbolic link",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-
-
 def _check_is_file(info: os.stat_result, path: Path) -> None:
-    if stat.S_ISDIR(info.st_mode):
-        raise ValueError(_got("a folder", path))
     if not stat.S_ISREG(info.st_mode):
-        raise ValueError(_got(_KINDS.get(stat.S_IFMT(info.st_mode), "something else"), path))
+        raise ValueError(_not_itself(path))
 
 
-def _got(kind: str, path: Path) -> str:
-    return f"{path}: got {kind}, expected a file or folder of the checkpoint itself"
+def _not_itself(path: Path) -> str:
+    return (
+        f"{path}: got a folder, a symbolic link, a pipe or a device, expected a file in a folder "
+        "of the checkpoint itself"
+    )

@@ -9,6 +9,7 @@ A folder with a manifest is complete.  Manifests are untrusted: they may be dama
 file outside the folder is read, and no link in it is followed.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import xxhash
 
 from zero8.files.atomic import TEMPORARY, write_atomically
-from zero8.files.inside import leads_out, opened, paths_of, read_at_most, size_bytes_of
+from zero8.files.inside import leads_out, opened, paths_of, read_at_most
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -35,8 +36,6 @@ MARKER = "zero8_incomplete"
 FORMAT_VERSION = 1
 LIMIT_BYTES = 64 << 20
 _HASH = re.compile(r"[0-9a-f]{32}")
-CHUNK_BYTES = 4 << 20
-"""How much of a file is in memory while it is hashed."""
 
 
 class File(NamedTuple):
@@ -169,8 +168,11 @@ class Manifest:
             if path not in known and is_part(path)
         ]
 
-    def damage_of(self, folder: Path, file: File) -> Damage | None:
-        """Return the damage of a file of the folder, None if there is none."""
+    def damage_of(self, folder: Path, file: File, reads: bool = True) -> Damage | None:
+        """Return the damage of a file of the folder, None if there is none.
+
+        Unless it `reads` the file, only the size is compared.
+        """
         reason = ""
         try:
             with opened(folder, file.path) as contents:
@@ -178,7 +180,7 @@ class Manifest:
                 if size_bytes != file.size_bytes:
                     kind = "truncated" if size_bytes < file.size_bytes else "too long"
                     reason = f"{kind}: got {size_bytes} bytes, expected {file.size_bytes}"
-                elif (digits := hash_of(contents)) != file.hash:
+                elif reads and (digits := hash_of(contents)) != file.hash:
                     other = self._by_hash.get(digits)
                     whose = (
                         f": they are those of {other.path} of rank {other.rank}" if other else ""
@@ -192,11 +194,8 @@ class Manifest:
 
     def is_there(self, folder: Path) -> bool:
         """Return whether there are files and all have their sizes; does not read them."""
-        try:
-            sizes_bytes = [size_bytes_of(folder, file.path) for file in self.files]
-        except (OSError, ValueError):
-            return False
-        return bool(sizes_bytes) and sizes_bytes == [file.size_bytes for file in self.files]
+        found = (self.damage_of(folder, file, reads=False) for file in self.files)
+        return bool(self.files) and not any(found)
 
     @cached_property
     def _by_hash(self) -> dict[str, File]:
@@ -215,12 +214,7 @@ class Manifest:
 
 def hash_of(file: FileIO) -> str:
     """Return the XXH3 hash of the rest of an open file, 128 bits in hexadecimal digits."""
-    state = xxhash.xxh3_128()
-    size_bytes = os.fstat(file.fileno()).st_size
-    chunk = memoryview(bytearray(min(size_bytes + 1, CHUNK_BYTES)))
-    while count := file.readinto(chunk):
-        state.update(chunk[:count])
-    return state.hexdigest()
+    return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def hash_64(parts: "Iterable[Buffer]") -> int:

@@ -83,7 +83,8 @@ def complete_tags(folder: Path) -> list[Tag]:
 
 def whole_tags(folder: Path) -> list[Tag]:
     """Return the complete tags whose files are all there with their sizes, the newest last."""
-    return [tag for tag in tags_in(folder) if _is_whole(folder, tag)]
+    paths = {tag: Path(folder, tag.name) for tag in complete_tags(folder)}
+    return [tag for tag, path in paths.items() if Manifest.read(path).is_there(path)]
 
 
 def next_sequence(folder: Path) -> int:
@@ -96,9 +97,10 @@ def begin(
 ) -> None:
     """Mark a new or existing tag incomplete, and delete the files of its earlier save, if any.
 
-    Files of a tag that was saved without zero8 stay, and unlisted ones unless `is_part` of a save,
-    given their paths.  `note` is kept in the marker.  If the tag is a link, or has one in place of
-    a part, through which the save would write, it raises ValueError, and nothing is changed.
+    Files of a tag that was saved without zero8 stay, and those that are no part of a save, which
+    `is_part` says of a path.  `note` is kept in the marker.  If the tag is a link, or has one in
+    place of a part, through which the save would write, it raises ValueError, and nothing is
+    changed.
     """
     if folder.is_symlink():
         raise ValueError(
@@ -107,17 +109,18 @@ def begin(
         )
     folder.mkdir(parents=True, exist_ok=True)
     sync_folder(folder.parent)
-    present, earlier = list(paths_in(folder)), []
-    if tag_at(folder).state != UNVERIFIED:
-        earlier = [path for path in present if is_part(path)]
-    with suppress(FileNotFoundError, ValueError):
-        earlier += [file.path for file in Manifest.read(folder).files]
-    # A link may be in the place of a part, or of a folder of parts.
-    parts = [path for path in present if is_part(path) or is_part(f"{path}/")]
-    _check_no_links(folder, [*parts, *earlier])
+    present = list(paths_in(folder))
+    for path in present:  # a link may be in the place of a folder of parts, too
+        if (is_part(path) or is_part(f"{path}/")) and os.path.islink(folder / path):
+            raise ValueError(
+                f"{folder / path}: got a symbolic link in the folder of a tag that is to be saved, "
+                "expected none; remove it"
+            )
+    was_ours = tag_at(folder).state != UNVERIFIED
     _make_incomplete(folder, sequence, note)
-    for path in earlier:
-        remove(folder, path)
+    for path in present if was_ours else ():
+        if is_part(path):
+            remove(folder, path)
     for parent, _, _ in os.walk(folder, topdown=False):  # DeepSpeed requires some not to exist
         with suppress(OSError):  # not empty
             os.rmdir(parent)
@@ -248,33 +251,16 @@ def prune(folder: Path, keep: int) -> list[str]:
     """
     if keep < 1:
         raise ValueError(f"keep: got {keep}, expected 1 or more")
-    latest, found = read_latest(folder), tags_in(folder)
-    complete = [tag for tag in found if _is_whole(folder, tag)]
+    latest, complete = read_latest(folder), whole_tags(folder)
     if not complete:
         return []
     newest = complete[-1].sequence
-    torn = [tag for tag in found if tag.state == INCOMPLETE and tag.sequence < newest]
+    torn = [tag for tag in tags_in(folder) if tag.state == INCOMPLETE and tag.sequence < newest]
     kept = (latest or "").partition("/")[0]  # `latest` can name a folder in a folder
     doomed = [tag for tag in torn + complete[:-keep] if tag.name != kept]
     for tag in doomed:
         _delete(Path(folder, tag.name), tag.sequence)
     return [tag.name for tag in doomed]
-
-
-def _is_whole(folder: Path, tag: Tag) -> bool:
-    path = Path(folder, tag.name)
-    return tag.state == COMPLETE and Manifest.read(path).is_there(path)
-
-
-def _check_no_links(folder: Path, paths: list[str]) -> None:
-    """Raise ValueError if one of these paths is a symbolic link, or leads through one."""
-    folders = {str(up) for path in paths for up in PurePosixPath(path).parents}
-    for path in sorted(folders.union(paths) - {"."}):
-        if os.path.islink(folder / path):
-            raise ValueError(
-                f"{folder / path}: got a symbolic link in the folder of a tag that is to be saved, "
-                "expected none; remove it"
-            )
 
 
 def _make_incomplete(folder: Path, sequence: int, note: str) -> None:

@@ -32,7 +32,7 @@ def health(optimizer: BlockwiseOptimizer) -> dict[str, float]:
     The names begin with `zero8/`, or with `zero8/rank0/` if there are several ranks; there is no
     communication.
 
-    - state_bytes: moments with their scales, and weight corrections, on a disk, too.
+    - state_bytes: moments with their scales, and weight corrections.
     - share_8bit: the share of elements with 8-bit moments.
     - nonfinite_blocks: the optimizer's `nonfinite_blocks`; a GPU's count arrives later.
     - exp_avg_at_top, exp_avg_at_floor, and for other moments: shares of saturated codes, as in
@@ -46,12 +46,11 @@ def health(optimizer: BlockwiseOptimizer) -> dict[str, float]:
         optimizer: in plain PyTorch or FSDP2, or the one inside ZeRO's or Accelerate's wrappers.
     """
     moments = optimizer.all_moments()
-    stores, on_disk = list(moments.values()), list(optimizer.on_disk.values())
+    stores = list(moments.values())
     corrections = [optimizer.state[p].get("param_correction") for p in moments]
     num_bytes = sum(local(x).nbytes for x in corrections if x is not None)
-    num_bytes += sum(layout.correction_numel for layout in on_disk)
     in_8bit = in_fp32 = 0
-    for pair in [*stores, *(layout.like for layout in on_disk)]:
+    for pair in stores:
         num_bytes += sum(store.nbytes for store in pair)
         in_8bit += pair[0].table.size(quantized=True)
         in_fp32 += pair[0].dense.numel()
@@ -162,8 +161,7 @@ class Reports:
         if step % self._every:
             return {}
         values = health(self._optimizer)
-        stepped = (*self._optimizer.states, *self._optimizer.on_disk)
-        if not any(p.is_cuda for p in stepped):
+        if not any(p.is_cuda for p in self._optimizer.states):
             prefix = next(iter(values)).rpartition("/")[0]
             # ZeRO calls `optimizer.step` for each of its groups or sub-groups.
             values[f"{prefix}/step_ms"] = 1e3 * self._seconds / self._steps

@@ -241,9 +241,14 @@ def addresses_if_same(
     `before` is the earlier result of `described`.  None also if one of the first has elements and
     no memory.  One by one, this would take longer than the step of a small parameter.
     """
-    addresses, api = np.empty(num_addresses, np.uint64), getattr(Tensor, _EXCHANGE_API)
-    is_same = module().describe_again(api, Tensor, objects, before, addresses)
-    return addresses if is_same else None
+    if len(objects) != len(before):
+        return None
+    now = described(objects)
+    first = now[:num_addresses]
+    addresses = first["data"].copy()
+    has_lost_memory = bool(((addresses == 0) & (first["numel"] > 0)).any())
+    first["data"] = before["data"][:num_addresses]
+    return addresses if not has_lost_memory and now.tobytes() == before.tobytes() else None
 
 
 def first_blocks(records: np.ndarray, num_scalars: int) -> np.ndarray:

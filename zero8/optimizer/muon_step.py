@@ -102,7 +102,6 @@ Exchange = tuple[list[int], list[Round], torch.dtype]
 
 def of_matrices(call: Call, batch: Batch, scalars: np.ndarray) -> list[Counts]:
     """Take a step of Muon; all ranks that share the parameters must call it.  See `How`."""
-    call.entries[0].kind.before_exchange()
     units, step = _units_of(call), _Step(call, batch, scalars)
     for identities, rounds, dtype in step.exchanges(units):
         step.take({one: units[one] for one in identities if one in units}, rounds, dtype)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """An optimizer's states of parameters, each read and written through its kind."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,13 +31,6 @@ KINDS: tuple[type[StateKind], ...] = (ShardedTensor, FlattenedTensor, FlatPartit
 """The kinds of state: the first that serves a parameter keeps its state."""
 
 
-class SwappedState(Protocol):
-    """The description of a state that a framework has swapped out."""
-
-    like: Sequence[MomentStore]
-    correction_numel: int
-
-
 class HoldsStates(torch.optim.Optimizer):
     """An optimizer with the states of its parameters.
 
@@ -46,7 +39,6 @@ class HoldsStates(torch.optim.Optimizer):
         algorithm_of: returns that of a group.
         settings: the settings of the whole optimizer.
         kinds: the kinds of state (`KINDS`) of each of its algorithms.
-        on_disk: the parameters whose states are swapped out, with descriptions of these.
         beside: what steps beside the calls of `step`; None if they step themselves.
     """
 
@@ -54,13 +46,12 @@ class HoldsStates(torch.optim.Optimizer):
     algorithm_of: Callable[[Group], Algorithm]
     settings: Settings
     kinds: list[StateKind]
-    on_disk: dict[Tensor, SwappedState]
     beside: Beside | None
     _params: KnownParams
 
     def _begin(self) -> None:
         """Create run-time members, which pickling omits."""
-        self._params, self.on_disk, self.beside = KnownParams(), {}, None
+        self._params, self.beside = KnownParams(), None
         self.kinds = [
             kind(replace(self.settings, algorithm_name=algorithm.name), self._params)
             for algorithm in self.algorithms
@@ -146,8 +137,6 @@ class HoldsStates(torch.optim.Optimizer):
         why = self._params.why_float32(self.param_groups)
         for p, stores in self.all_moments().items():
             rows += self.settings.memory_rows(stores, "param_correction" in self.state[p], why)
-        for layout in self.on_disk.values():
-            rows += self.settings.memory_rows(layout.like, layout.correction_numel > 0, why)
         return MemoryReport(tuple(rows), grad_bytes_by_dtype(self.states))
 
     def _save(self, packed: dict[str, Any], in_fp32: bool) -> None:

@@ -46,7 +46,7 @@ def export(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             f"export: got a {type(ours).__name__}, expected an optimizer of zero8, such as "
             "Adam8bitBlockwise"
         )
-    if any(moments_in(state) for state in ours.states.values()) or ours.on_disk:
+    if any(moments_in(state) for state in ours.states.values()):
         raise ValueError(
             "export: got an optimizer that steps partitions of ZeRO; save a checkpoint instead, "
             "and convert it: zero8 checkpoint convert DIR OUT --to zero for DeepSpeed's Adams, "

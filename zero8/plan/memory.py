@@ -118,9 +118,10 @@ def _stage3(model: Model, setup: Setup, share: Share) -> Iterator[Row]:
     gathered = min(setup.max_live_numel, model.numel) if is_gathered else 0
     sub_group = min(setup.sub_group_numel, numel)
     num_grads = sub_group if setup.offload == "none" else numel
-    # In host memory zero8 keeps once what has one dtype, but sums of gradients.
-    has_one_weight = is_in_host and setup.offload_params and master == weight
-    has_one_gradient = is_in_host and setup.accumulation_steps == 1
+    # Beside weights and gradients in host memory zero8 keeps no others, but sums of gradients.
+    is_offloaded = setup.offload != "none"
+    has_one_weight = is_offloaded and setup.offload_params and master == weight
+    has_one_gradient = is_offloaded and setup.accumulation_steps == 1
     own_masters = 0 if has_one_weight else master * numel
     own_grads = 0 if has_one_gradient else setup.zero8_grad_bytes * num_grads
     # Which DeepSpeed page-locks whatever its config says.
@@ -137,11 +138,9 @@ def _stage3(model: Model, setup: Setup, share: Share) -> Iterator[Row]:
     else:
         yield Row(home, "gradients of the step", master * num_grads, own_grads)
     if setup.offload == "nvme":
-        yield _same(HOST, "buffers of swapping", master * sub_group * setup.buffer_count)
-        # An fp32 Adam's moments use DeepSpeed's buffers; zero8 has its own.
-        count = 3 if setup.pipelined else 1
-        own_buffers = count * share.zero8_bytes * sub_group // max(1, numel)
-        yield Row(HOST, "buffers of 8-bit states", 0, own_buffers)
+        # zero8 has two slots for the master weights and states of a sub-group.
+        slots = 2 * (own_masters + share.zero8_bytes) * sub_group // max(1, numel)
+        yield Row(HOST, "buffers of swapping", master * sub_group * setup.buffer_count, slots)
 
 
 def _step_gradients(setup: Setup, place: str, wide: Sequence[int], own_bytes: int) -> Row:

@@ -55,7 +55,7 @@ class Setup:
         page_locks: whether frameworks page-lock what is in host memory.
         max_round_mib: torch's `pinned_max_round_threshold_mb`; None if it rounds all tensors up.
         reduce_bucket_numel: DeepSpeed's `reduce_bucket_size`, in elements, as its other sizes.
-        pipelined: whether transfers to and from NVMe overlap with the step.
+        pipelined: whether DeepSpeed's transfers to and from NVMe overlap with the step.
         algorithm_name: of zero8's optimizer and of the fp32 one beside it.
         adam_params: glob patterns of names of matrices that are not Muon's.
 
@@ -136,8 +136,8 @@ class Setup:
 
     @property
     def zero8_grad_bytes(self) -> int:
-        """Bytes of a gradient that zero8 reads: in host memory DeepSpeed's stay narrow."""
-        is_narrow = self.engine == "deepspeed" and self.offload == "cpu"
+        """Bytes of a gradient that zero8 reads: what is offloaded by DeepSpeed stays narrow."""
+        is_narrow = self.engine == "deepspeed" and self.offload != "none"
         return self.weight_bytes if is_narrow else self.master_bytes
 
     @property

@@ -6,7 +6,7 @@ A step over data in memory takes
     ns/param = max(ns of one core / cores, bytes per parameter / bandwidth)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zero8.plan.model import Model
 from zero8.plan.setup import Setup
@@ -63,20 +63,31 @@ class Step:
 def steps_of(model: Model, setup: Setup, hardware: Hardware) -> tuple[Step, Step]:
     """Return the step of an fp32 Adam and that of zero8."""
     share, core_ns = share_of(model, setup), hardware.core_ns_of(setup)
-    grads = setup.master_bytes, setup.zero8_grad_bytes
+    weights_bytes, fp32_bytes = share.weight_bytes, share.fp32_bytes
     zero8_bytes = share.zero8_bytes + setup.correction_bytes * share.numel
+    fp32_grads = setup.master_bytes * share.numel
+    zero8_grads = setup.zero8_grad_bytes * share.numel
+    # DeepSpeed swaps gradients, zero8 keeps only sums of them there; the system overlaps these.
+    swapped = weights_bytes + fp32_grads + fp32_bytes
+    mapped = weights_bytes + zero8_grads * (setup.accumulation_steps > 1) + zero8_bytes
+    ours = replace(setup, pipelined=True)
     return (
-        _step(setup, hardware, share, share.fp32_bytes, grads[0] * share.numel, core_ns[0]),
-        _step(setup, hardware, share, zero8_bytes, grads[1] * share.numel, core_ns[1]),
+        _step(setup, hardware, share, fp32_bytes, fp32_grads, swapped, core_ns[0]),
+        _step(ours, hardware, share, zero8_bytes, zero8_grads, mapped, core_ns[1]),
     )
 
 
 def _step(
-    setup: Setup, on: Hardware, share: Share, state_bytes: int, grad_bytes: int, core_ns: float
+    setup: Setup,
+    on: Hardware,
+    share: Share,
+    state_bytes: int,
+    grad_bytes: int,
+    on_disk_bytes: int,
+    core_ns: float,
 ) -> Step:
     memory_bytes = 2 * share.weight_bytes + grad_bytes + 2 * state_bytes
-    # Gradients are written in the backward, and read by the step.
-    nvme_bytes = 2 * share.weight_bytes + state_bytes if setup.offload == "nvme" else 0
+    nvme_bytes = on_disk_bytes if setup.offload == "nvme" else 0
     moved = memory_bytes, _link_bytes(setup, share, grad_bytes), nvme_bytes
     if setup.offload == "none" or setup.algorithm.is_of_matrices or setup.has_int8_weights:
         return Step(*moved)

@@ -116,6 +116,11 @@ class BlockGrid:
         row, column = divmod(element, self.row_length)
         return row * self.blocks_per_row + column // self.block_size
 
+    def start_of(self, block: int) -> int:
+        """Return the first element of a block."""
+        row, in_row = divmod(block, self.blocks_per_row)
+        return row * self.row_length + in_row * self.block_size
+
     def num_blocks_touched(self, first: int, numel: int) -> int:
         """Return how many blocks the elements `first .. first + numel - 1` touch."""
         if numel == 0:

@@ -60,11 +60,6 @@ def codes_key(rule: MomentRule, code: MomentCode) -> str:
     return f"{rule.name}_q{code.bits}"
 
 
-def bits_at(key: str) -> int | None:
-    """Return the bits of the codes at a key of a state's entries, None for other entries."""
-    return next((bits for bits in UNITS if key.endswith(f"_q{bits}")), None)
-
-
 def is_of_fp32(saved: Entries) -> bool:
     """Return whether a loaded state is that of an fp32 optimizer."""
     # Loaders that merge it into a live state of ours leave our `format` beside its entries.

@@ -2,7 +2,7 @@
 """The contract of a kind of state: the interface to one way of keeping moments."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor
@@ -39,8 +39,6 @@ class StateKind(ABC):
         self.settings, self._params = settings, params
         # What ranks have agreed on, by a key that changes on all of them in the same step.
         self.agreed: dict[Hashable, Any] = {}
-        # Called before ranks wait for each other in a step, to raise on all if one cannot go on.
-        self.before_exchange: Callable[[], None] = lambda: None
 
     @property
     def algorithm(self) -> Algorithm:

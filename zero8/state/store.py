@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The storage of one moment over a segment table."""
 
-import ctypes
 import math
-import sys
+import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from zero8.environment.pages import advise
 from zero8.op import kernel
 from zero8.op.kernel import CodedMoment
 from zero8.spec.algorithm import MomentRule
@@ -26,7 +26,6 @@ CHUNK_NUMEL = 1 << 22
 """About how many elements are encoded or decoded at once; on a GPU with 110 bytes each besides."""
 
 HUGE_PAGE_BYTES = 2 * 2**20
-_MADV_HUGEPAGE = 14  # linux/mman.h
 
 
 @dataclass
@@ -227,13 +226,8 @@ class MomentStore:
         base = grid.block_of(piece.first) if piece.numel else 0
         lowest = grid.block_of(piece.first + begin)
         highest = grid.block_of(piece.first + end - 1)
-
-        def start_of(block: int) -> int:
-            row, in_row = divmod(block, grid.blocks_per_row)
-            return row * grid.row_length + in_row * grid.block_size
-
-        wide_begin = max(start_of(lowest) - piece.first, 0)
-        wide_end = min(start_of(highest + 1) - piece.first, piece.numel)
+        wide_begin = max(grid.start_of(lowest) - piece.first, 0)
+        wide_end = min(grid.start_of(highest + 1) - piece.first, piece.numel)
         return wide_begin, wide_end, lowest - base, highest - lowest + 1
 
     def _coded(self, number: int, begin: int, end: int) -> tuple[CodedMoment, int, int]:
@@ -319,21 +313,9 @@ def advise_huge(x: Tensor) -> Tensor:
 
     A step streams through states, and pages of 4 KiB slow it down.
     """
-    if x.device.type != "cpu" or not x.is_contiguous():
-        return x
-    # Whole huge pages only: the memory beside them belongs to other tensors.
-    begin = -(-x.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    end = (x.data_ptr() + x.nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    madvise = _madvise()
-    if madvise is not None and begin < end:
-        madvise(begin, end - begin, _MADV_HUGEPAGE)
+    if x.device.type == "cpu" and x.is_contiguous():
+        # Whole huge pages only: the memory beside them belongs to other tensors.
+        begin = -(-x.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        end = (x.data_ptr() + x.nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        advise(begin, end - begin, mmap.MADV_HUGEPAGE)
     return x
-
-
-@lru_cache(maxsize=1)
-def _madvise() -> Callable[[int, int, int], int] | None:
-    if sys.platform != "linux":
-        return None
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return madvise

@@ -20,13 +20,13 @@ from pathlib import Path
 
 from zero8.checkpoint.read import contents as contents_of
 from zero8.checkpoint.read.contents import Contents
-from zero8.checkpoint.read.joined import mapped_tensor
 from zero8.checkpoint.read.open import open_checkpoint
 from zero8.checkpoint.write.dcp_writer import write_dcp
 from zero8.checkpoint.write.plain_writer import write_bitsandbytes, write_fp32, write_plain
 from zero8.checkpoint.write.universal_writer import name_latest, write_universal
 from zero8.files.atomic import made_beside
 from zero8.files.inside import release
+from zero8.files.scratch import mapped_tensor
 
 Write = Callable[[Contents, Path], None]
 
@@ -77,18 +77,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
     """Convert a checkpoint; return the exit status, the result, and the same as text."""
-    try:
-        result = convert(arguments.source, arguments.target, arguments.to)
-    except (OSError, RuntimeError, ValueError) as error:
-        return 1, {"error": str(error)}, f"zero8 checkpoint convert: {error}"
-    joined = f"{result['blocks_joined']} blocks that a shard boundary cut were encoded as one, each"
+    result = convert(arguments.source, arguments.target, arguments.to)
     key = '["optimizer"]' if result["has_weights"] else ""
     how = TARGETS[arguments.to][1].format(
         out=str(arguments.target), folder=str(arguments.target.parent), key=key
     )
     lines = [
         "{target}: {parameters} parameters with moments, {bytes} bytes".format(**result),
-        *([f"{joined} moment within half a code"] if result["blocks_joined"] else []),
         *result["notes"],
         f"To load it: {how}",
     ]
@@ -107,16 +102,14 @@ def convert(source: Path, target: Path, to: str) -> dict:
         name_latest(target.absolute())
     if missing := [name for name in found.parameters if name not in found.model]:
         found.notes.append(f"got no weights of {len(missing)} parameters, such as {missing[0]}")
-    facts = opened.facts()
     return {
         "source": str(source),
-        "kind": facts.kind,
-        "ranks": facts.world_size,
+        "kind": opened.kind,
+        "ranks": opened.world_size,
         "target": str(target),
         "to": to,
         "parameters": len(found.parameters),
         "steps": max(parameter.step for parameter in found.parameters.values()),
-        "blocks_joined": sum(p.blocks_joined for p in found.parameters.values()),
         "bytes": _bytes(target),
         "has_weights": bool(found.model),
         "notes": found.notes,

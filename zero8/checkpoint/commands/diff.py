@@ -39,8 +39,8 @@ def compare(first: Source, second: Source) -> dict:
     """Return the JSON object without the paths: parameters of one side only, and differences."""
     first.check()
     second.check()
-    ours, theirs = set(first.names()), set(second.names())
-    common = [name for name in first.names() if name in theirs]
+    ours, theirs = set(first.names), set(second.names)
+    common = [name for name in first.names if name in theirs]
     params = []
     for name in tqdm(common, desc="diff", unit="param", disable=None):
         sides = (joined(side.fragments(name)) for side in (first, second))

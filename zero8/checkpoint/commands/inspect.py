@@ -12,7 +12,7 @@ from torch import Tensor
 from zero8.checkpoint.read.fragment import Fragment
 from zero8.checkpoint.read.joined import joined
 from zero8.checkpoint.read.open import open_checkpoint
-from zero8.checkpoint.read.source import Source, in_threads, sizes_bytes
+from zero8.checkpoint.read.source import Source, in_threads
 from zero8.checkpoint.read.statistics import counts_of, order_of_codes, summary
 
 MOST_ROWS = 60
@@ -58,7 +58,7 @@ def count(source: Source) -> list[Counted]:
     def counted(name: str) -> Counted:
         return _counted(joined(source.fragments(name), with_weights=False))
 
-    return [one for _, one in in_threads("inspect", sorted(source.names()), counted)]
+    return [one for _, one in in_threads("inspect", sorted(source.names), counted)]
 
 
 def _counted(parameter: Fragment) -> Counted:
@@ -86,12 +86,13 @@ def _counted(parameter: Fragment) -> Counted:
 def result_of(source: Source, params: list[dict]) -> dict:
     """Return the JSON object: facts of the whole, and an entry per parameter."""
     quantized = [param for param in params if param["codec"]]
-    sizes = sizes_bytes(source.files())
     return {
         "path": str(source.path),
-        **source.facts()._asdict(),
-        "files": len(sizes),
-        "bytes": sum(sizes.values()),
+        "kind": source.kind,
+        "world_size": source.world_size,
+        "stage": source.stage,
+        "files": len(source.files),
+        "bytes": sum(file.stat().st_size for file in source.files),
         "codecs": sorted({param["codec"] for param in quantized}),
         "block_sizes": sorted({param["block_size"] for param in quantized}),
         "steps": sorted({param["step"] for param in params}),

@@ -7,15 +7,14 @@ reads the states and checks their values; and every element of every parameter m
 
 import argparse
 import os
-import time
 from functools import partial
 from pathlib import Path
 
 from zero8.checkpoint.read.joined import joined
-from zero8.checkpoint.read.open import open_checkpoint
-from zero8.checkpoint.read.source import Source, in_threads, sizes_bytes
+from zero8.checkpoint.read.open import located, open_checkpoint
+from zero8.checkpoint.read.source import Source, in_threads
 from zero8.files.manifest import Manifest
-from zero8.files.tags import INCOMPLETE, tag_at
+from zero8.files.tags import DAMAGED, INCOMPLETE, UNVERIFIED, tag_at
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,55 +24,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
     """Return exit status (0 whole, 1 damaged), JSON object and text."""
-    began = time.perf_counter()
     if not os.path.lexists(arguments.path):
         raise FileNotFoundError(f"{arguments.path}: not found")
     source, folder, problems = None, arguments.path, []
     try:
-        source = open_checkpoint(arguments.path)
-        folder = source.path
+        folder, _ = located(arguments.path)
+        source = open_checkpoint(folder)
     except (ValueError, OSError) as error:
         problems.append(str(error))
-    listed, damages = _against_manifest(folder)
+    has_manifest, damages = _against_manifest(folder)
     problems = damages + problems
     if source:
         problems += _contents(source)
-    read = (listed or {}) | (sizes_bytes(source.files()) if source else {})
-    num_bytes = sum(read.values())
-    seconds = time.perf_counter() - began
     result = {
         "path": str(folder),
         "whole": not problems,
-        "manifest": listed is not None,
+        "manifest": has_manifest,
         "problems": problems,
-        "files": len(read),
-        "bytes": num_bytes,
-        "seconds": round(seconds, 3),
-        "gb_per_s": round(num_bytes / seconds / 1e9, 3),
     }
     return int(bool(problems)), result, _text(result)
 
 
-def _against_manifest(folder: Path) -> tuple[dict[Path, int] | None, list[str]]:
-    """Return the files in a manifest with their sizes, None without one, and their damages."""
-    if not folder.is_dir():
-        return None, []
-    try:
-        manifest = Manifest.read(folder)
-    except FileNotFoundError:
-        is_incomplete = tag_at(folder).state == INCOMPLETE
-        what = f"{folder} is incomplete: saving or deleting it was interrupted"
-        return None, [what] if is_incomplete else []
-    except ValueError as error:
-        return {}, [str(error)]
-    files = list(manifest.files)
-    checked = in_threads("hashes", files, partial(manifest.damage_of, folder))
-    found = [str(damage) for _, damage in checked if damage]
-    try:
-        found += map(str, manifest.unlisted(folder))
-    except (ValueError, OSError) as error:
-        found.append(str(error))
-    return {folder / file.path: file.size_bytes for file in files}, found
+def _against_manifest(folder: Path) -> tuple[bool, list[str]]:
+    """Return whether a folder has a manifest, and how it differs from that."""
+    tag = tag_at(folder) if folder.is_dir() else None
+    if tag is None or tag.state == UNVERIFIED:
+        return False, []
+    if tag.state == INCOMPLETE:
+        return False, [f"{folder} is incomplete: saving or deleting it was interrupted"]
+    if tag.state == DAMAGED:
+        return True, [tag.problem]
+    manifest = Manifest.read(folder)
+    checked = in_threads("hashes", list(manifest.files), partial(manifest.damage_of, folder))
+    found = [damage for _, damage in checked if damage]
+    return True, [str(damage) for damage in found + manifest.unlisted(folder)]
 
 
 def _contents(source: Source) -> list[str]:
@@ -86,18 +70,12 @@ def _contents(source: Source) -> list[str]:
             return str(error)
         return ""
 
-    try:
-        names = source.names()
-    except (ValueError, OSError) as error:
-        return [str(error)]
-    return source.damages() + [
-        problem for _, problem in in_threads("contents", names, check) if problem
-    ]
+    found = in_threads("contents", source.names, check)
+    return source.damages + [problem for _, problem in found if problem]
 
 
 def _text(result: dict) -> str:
-    checked = "hashes and contents" if result["manifest"] else "contents; it has no manifest"
-    speed = f"{result['bytes'] / 2**20:.1f} MiB, {result['gb_per_s']:.2f} GB/s"
     if result["whole"]:
-        return f"{result['path']}: whole ({checked}; {result['files']} file(s), {speed})"
+        checked = "hashes and contents" if result["manifest"] else "contents; it has no manifest"
+        return f"{result['path']}: whole ({checked})"
     return "\n".join([f"{result['path']}: damaged", *(f"  {p}" for p in result["problems"])])

@@ -93,7 +93,7 @@ def read(source: Source, empty: Empty, decoded: bool, release: Callable[[], None
     """
     source.check()
     parameters = {}
-    for name in tqdm(source.names(), desc="read", unit="parameter", disable=None):
+    for name in tqdm(source.names, desc="read", unit="parameter", disable=None):
         parameters[name] = joined(source.fragments(name), empty, decoded=decoded)
         release()
     if not parameters:
@@ -105,7 +105,7 @@ def read(source: Source, empty: Empty, decoded: bool, release: Callable[[], None
         states = ", ".join(f"{one.name} of {name}" for one, name in found.items())
         raise ValueError(f"{source.path}: got states of several algorithms: {states}")
     _check_groups(source, parameters, groups)
-    is_named = source.facts().kind != "plain" or _are_named(groups)
+    is_named = source.kind != "plain" or _are_named(groups)
     model = _model(source, parameters, empty)
     release()
     return Contents(source, parameters, groups, is_named, model, release)
@@ -125,7 +125,7 @@ def _check_groups(source: Source, parameters: dict[str, Fragment], groups: list[
     counts = Counter(name for group in groups for name in group["params"])
     if twice := [name for name, count in counts.items() if count > 1]:
         raise ValueError(f"{source.path}: got {twice[:3]} in two parameter groups")
-    is_zero = source.facts().kind == "zero"
+    is_zero = source.kind == "zero"
     if strangers := [name for name in parameters if name not in counts]:
         hint = "; are the files of model states there, and of one model-parallel rank alone?"
         raise ValueError(
@@ -136,7 +136,7 @@ def _check_groups(source: Source, parameters: dict[str, Fragment], groups: list[
     if missing := [name for name in counts if is_zero and name not in parameters]:
         raise ValueError(
             f"{source.path}: got no state of {missing[:3]}; expected it in one of "
-            f"{[file.name for file in source.files()]}.  Is a rank's file missing?"
+            f"{[file.name for file in source.files]}.  Is a rank's file missing?"
         )
 
 
@@ -150,8 +150,8 @@ def _are_named(groups: list[dict]) -> bool:
 
 def _model(source: Source, parameters: dict[str, Fragment], empty: Empty) -> dict[str, Tensor]:
     """Return the model's tensors by name, preferring the weights stored with the moments."""
-    tied, found = source.tied(), {}
-    readers = source.tensors()
+    tied, found = source.tied, {}
+    readers = source.tensors
     for name in tqdm([*readers, *tied, *parameters], desc="model", unit="tensor", disable=None):
         owner = tied.get(name, name)
         if name in found:
@@ -160,7 +160,7 @@ def _model(source: Source, parameters: dict[str, Fragment], empty: Empty) -> dic
             found[name] = weights.view(parameters[owner].shape)
         elif name in readers:
             values = readers[name]().detach()
-            found[name] = empty(tuple(values.shape), values.dtype).copy_(values)
+            found[name] = empty(tuple(values.shape), dtype=values.dtype).copy_(values)
     return found
 
 

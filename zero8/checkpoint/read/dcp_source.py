@@ -13,7 +13,6 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 
@@ -29,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from zero8.checkpoint.read.fragment import Fragment, fragment_of
 from zero8.checkpoint.read.safe_load import damage_in, load_bytes
-from zero8.checkpoint.read.source import Facts, Source
+from zero8.checkpoint.read.source import Source
 from zero8.checkpoint.read.torchao_weights import PARTS, weight_of
 from zero8.files.inside import opened, opened_at
 from zero8.spec.shown import shown
@@ -62,47 +61,48 @@ _MODEL = "model."
 _MOMENT = re.compile(rf".*?state\.(.+)\.(?:{'|'.join(FIRST_ENTRIES)})")
 
 
-class DcpSource(Source):
-    """See `Source`."""
+def read_dcp(path: Path) -> Source:
+    """Return the checkpoint in a folder, whose metadata is read at once."""
+    folder = _Folder(path)
+    places = folder.places
+    keys = set(folder.moments.values())
+    files = {path / info.relative_path for at, info in places.items() if at.fqn in keys}
+    names = {re.match(r"__(\d+)_", info.relative_path) for info in places.values()}
+    ranks = [int(match[1]) for match in names if match]
+    return Source(
+        kind="dcp",
+        path=path,
+        files=sorted(files),
+        names=list(folder.moments),
+        fragments=folder.fragments,
+        groups=folder.groups,
+        tensors={name: partial(folder.weights, name) for name in folder.model},
+        world_size=max(ranks) + 1 if ranks else None,
+    )
 
-    def __init__(self, folder: Path):
-        """Read the metadata of a folder."""
-        self.path = folder
-        metadata = load_metadata(folder / METADATA)
-        with damage_in(folder / METADATA):
-            self._entries, self._places = metadata.state_dict_metadata, metadata.storage_data
-            found = [match for key in self._entries if (match := _MOMENT.fullmatch(key))]
-            self._moments = {match[1]: match[0] for match in found}
-            self._files = {name: self._file_of(key) for name, key in self._moments.items()}
 
-    def facts(self) -> Facts:
-        """See `Source`."""
-        names = {re.match(r"__(\d+)_", info.relative_path) for info in self._places.values()}
-        ranks = [int(match[1]) for match in names if match]
-        return Facts("dcp", max(ranks) + 1 if ranks else None)
+class _Folder:
+    """A folder whose tensors are read on demand."""
 
-    def files(self) -> list[Path]:
-        """See `Source`: the files with codes, or float32 moments."""
-        keys, places = set(self._moments.values()), self._places.items()
-        return sorted({self.path / info.relative_path for at, info in places if at.fqn in keys})
-
-    def names(self) -> list[str]:
-        """See `Source`."""
-        return list(self._moments)
+    def __init__(self, path: Path):
+        self.path = path
+        metadata = load_metadata(path / METADATA)
+        self.entries, self.places = metadata.state_dict_metadata, metadata.storage_data
+        found = [match for key in self.entries if (match := _MOMENT.fullmatch(key))]
+        self.moments = {match[1]: match[0] for match in found}
 
     def fragments(self, name: str) -> list[Fragment]:
-        """See `Source`."""
-        prefix = f"{self._moments[name].rpartition('.')[0]}."
-        with damage_in(self._files[name]):
-            there = [entry for entry in sorted(ENTRIES) if prefix + entry in self._entries]
+        key = self.moments[name]
+        prefix, file = f"{key.rpartition('.')[0]}.", self._file_of(key)
+        with damage_in(file):
+            there = [entry for entry in sorted(ENTRIES) if prefix + entry in self.entries]
             state = {entry: self._value(prefix + entry) for entry in there}
-            weights = self._weights(name) if name in self._model else None
-            return [fragment_of(self._files[name], name, state, weights)]
+            weights = self.weights(name) if name in self.model else None
+            return [fragment_of(file, name, state, weights)]
 
     def groups(self) -> list[dict]:
-        """See `Source`."""
         groups: dict[str, dict] = {}
-        for key in self._entries:
+        for key in self.entries:
             number, _, setting = key.partition("param_groups.")[2].rpartition(".")
             if number:
                 with damage_in(self.path / METADATA):
@@ -121,35 +121,31 @@ class DcpSource(Source):
             group["params"].sort(key=lambda name, order=order: order.get(name, len(order)))
         return made
 
-    def tensors(self) -> dict[str, Callable[[], Tensor]]:
-        """See `Source`."""
-        return {name: partial(self._weights, name) for name in self._model}
-
     @cached_property
-    def _model(self) -> dict[str, dict[str, str]]:
+    def model(self) -> dict[str, dict[str, str]]:
         """By name, the keys of a tensor of the model, by its parts; that of a plain one is ""."""
         found: dict[str, dict[str, str]] = {}
-        for key, entry in self._entries.items():
+        for key, entry in self.entries.items():
             if not isinstance(entry, TensorStorageMetadata) or not key.startswith(_MODEL):
                 continue
             name, part = key.removeprefix(_MODEL), ""
             owner, _, end = name.rpartition(".")
             # Only of parameters with states: others may have such names.
-            if end in PARTS and owner in self._moments and _MODEL + owner not in self._entries:
+            if end in PARTS and owner in self.moments and _MODEL + owner not in self.entries:
                 name, part = owner, end
             found.setdefault(name, {})[part] = key
         return found
 
-    def _weights(self, name: str) -> Tensor:
+    def weights(self, name: str) -> Tensor:
         """Return the saved values of a parameter, or another tensor of the model."""
-        keys = self._model[name]
+        keys = self.model[name]
         if "" in keys:
             return self._value(keys[""])
         return weight_of(name, {part: self._value(key) for part, key in keys.items()})
 
     def _value(self, key: str):
         """Return the value of an entry; tensors are joined from their chunks."""
-        entry = self._entries[key]
+        entry = self.entries[key]
         if isinstance(entry, BytesStorageMetadata):
             return self._read(MetadataIndex(key))
         full = [chunk for chunk in entry.chunks if math.prod(chunk.sizes)]
@@ -169,16 +165,16 @@ class DcpSource(Source):
     def _chunk(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         values = self._read(MetadataIndex(key, chunk.offsets))
         got = (values.shape, values.dtype) if isinstance(values, Tensor) else shown(values)
-        expected = chunk.sizes, self._entries[key].properties.dtype
+        expected = chunk.sizes, self.entries[key].properties.dtype
         if got != expected:
             raise ValueError(f"{shown(key)}: got a chunk {got}, expected {expected}")
         return values
 
     def _read(self, index: MetadataIndex) -> object:
         """Return what is stored at a place."""
-        if index not in self._places:
+        if index not in self.places:
             raise ValueError(f"{shown(index.fqn)}: got a chunk without a place in a file")
-        info = self._places[index]
+        info = self.places[index]
         begin, end = info.offset, info.offset + info.length
         file = io.BufferedReader(opened(self.path, info.relative_path))
         # Without a buffer, Linux reads 2 GiB at most.
@@ -191,9 +187,9 @@ class DcpSource(Source):
 
     def _file_of(self, key: str) -> Path:
         """Return the file of an entry's first chunk."""
-        chunks = self._entries[key].chunks
-        index = MetadataIndex(key, chunks[0].offsets)
-        return self.path / self._places[index].relative_path
+        with damage_in(self.path / METADATA):
+            index = MetadataIndex(key, self.entries[key].chunks[0].offsets)
+            return self.path / self.places[index].relative_path
 
 
 def _as_number(key: str) -> tuple[int, str]:

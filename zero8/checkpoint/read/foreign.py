@@ -22,8 +22,7 @@ from torch import Tensor
 from zero8.checkpoint.read.inert import Inert
 from zero8.spec import dither
 from zero8.spec.adam import ADAM
-from zero8.spec.codec import CODECS, dequantize, quantize
-from zero8.spec.dynamic import DynamicCode
+from zero8.spec.codec import CODECS, dequantize
 from zero8.spec.grid import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, BlockGrid
 from zero8.spec.levels import NearestEntry
 from zero8.spec.packing import packed
@@ -151,8 +150,8 @@ def _of_bitsandbytes(name: str, state: dict) -> Coded | Tensor:
 def to_bitsandbytes(state_dict: dict) -> dict:
     """Return a state dict for `bitsandbytes.optim.AdamW8bit.load_state_dict`.
 
-    With `dynamic`, where the blocks coincide, only blocks of m with a negative scale are encoded
-    again, within half a code.  Otherwise every block is.
+    Every block is encoded again, within half a code.  With `dynamic`, where the blocks coincide,
+    that changes only blocks of m whose largest element is negative.
 
     Args:
         state_dict: of `Adam8bitBlockwise`; any codec and block size.
@@ -175,29 +174,14 @@ def _exported(state: dict) -> dict:
     exported: dict = {"step": int(state["step"])}
     if size == 0:
         return exported | {_KEYS[name][0]: state[name] for name in ADAM.moment_names}
-    is_dynamic = header.codec == CODECS["dynamic"]
-    verbatim = is_dynamic and size == BLOCK_SIZE and _coincide(shape, BLOCK_SIZE)
     for store in stores_of(state, Extent.whole(shape), ""):
-        code = CODECS["dynamic"].code_of(store.rule)
-        assert isinstance(code, DynamicCode), "the codec `dynamic` has no other codes"
-        if verbatim:
-            codes, scales = store.codes.clone(), store.scales
-        else:
-            values = store.read(0, store.table.numel)
-            block = _block_numbers(values, BLOCK_SIZE)
-            codes, scales = quantize(code, values, block, int(block[-1]) + 1)
-        _make_positive(code, codes, scales)
-        values = (codes.view(shape), scales.abs(), code.levels.to(codes.device, copy=True))
-        exported |= dict(zip(_KEYS[store.name], values, strict=True))
+        code, values = CODECS["dynamic"].code_of(store.rule), store.read(0, store.table.numel)
+        block = _block_numbers(values, BLOCK_SIZE)
+        scales = code.scales(values, block, int(block[-1]) + 1).abs()
+        codes = code.encode(values, scales[block], None)
+        entries = (codes.view(shape), scales, code.levels.to(codes.device, copy=True))
+        exported |= dict(zip(_KEYS[store.name], entries, strict=True))
     return exported
-
-
-def _make_positive(code: DynamicCode, codes: Tensor, scales: Tensor) -> None:
-    """Re-encode, in place, the blocks whose scale is negative, for the scale's magnitude."""
-    levels, thresholds = code.levels.to(codes.device), code.thresholds.to(codes.device)
-    negative = (scales < 0)[_block_numbers(codes, BLOCK_SIZE)]
-    mirrored = -levels[codes[negative].to(torch.int64)]
-    codes[negative] = torch.searchsorted(thresholds, mirrored, right=True).to(torch.uint8)
 
 
 # --- torchao ------------------------------------------------------------------------------------

@@ -12,15 +12,12 @@ import torch
 from torch import Tensor
 
 from zero8.spec.algorithm import Algorithm
-from zero8.spec.algorithms import ALGORITHMS, algorithm_called, algorithm_of_fp32
+from zero8.spec.algorithms import algorithm_called, algorithm_of_fp32
 from zero8.spec.buffers import check_entry
 from zero8.spec.codec import CODECS, DEFAULT_CODEC
 from zero8.spec.corrections import wide_weights
 from zero8.spec.dither import identity_of
-from zero8.spec.grid import is_narrow
-from zero8.spec.shown import shown_keys
-from zero8.state import narrow
-from zero8.state.entries import FIRST_ENTRIES, bits_at, is_of_fp32
+from zero8.state.entries import is_of_fp32
 from zero8.state.extent import Extent
 from zero8.state.header import StateHeader
 from zero8.state.memory import checked_memory
@@ -43,7 +40,6 @@ class Fragment:
         weights: (numel,) master weights, None if they are stored elsewhere.
         correction: (numel,) int8, the corrections of bfloat16 weights, if any.
         is_of_fp32: whether it is of an fp32 optimizer, without blocks and codes.
-        blocks_joined: number of blocks that were encoded anew, as ranks had cut them.
     """
 
     name: str
@@ -54,7 +50,6 @@ class Fragment:
     weights: Tensor | None = None
     correction: Tensor | None = None
     is_of_fp32: bool = False
-    blocks_joined: int = 0
 
     @property
     def piece(self) -> Piece:
@@ -120,11 +115,15 @@ def fragment_of(file: Path, name: str, entries: dict, weights: Tensor | None) ->
     Raises ValueError, naming the file, if the entries are inconsistent.
     """
     try:
-        extent, of_fp32 = Extent.whole(_shape_of(entries, name)), is_of_fp32(entries)
+        of_fp32 = is_of_fp32(entries)
         if of_fp32:
+            algorithm = algorithm_of_fp32(entries)
+            extent = Extent.whole(tuple(entries[algorithm.moment_names[0]].shape))
             piece = Piece(0, extent.numel, 0, extent.shape, identity_of(name), 0, name)
             codec = CODECS[DEFAULT_CODEC]  # which encodes nothing in a piece without blocks
-            entries = Target(algorithm_of_fp32(entries), codec, piece, extent).from_fp32(entries)
+            entries = Target(algorithm, codec, piece, extent).from_fp32(entries)
+        else:
+            extent = Extent.whole(StateHeader.of(entries, name).shape)
         stores = stores_of(entries, extent, name)
         memory = checked_memory(StateHeader.of(entries, name).algorithm, entries)
         step = checked_step(entries)
@@ -136,29 +135,4 @@ def fragment_of(file: Path, name: str, entries: dict, weights: Tensor | None) ->
         raise ValueError(f"{file}: {error}") from error
     if weights is not None:
         weights = weights.reshape(-1) if weights.numel() == extent.numel else None
-    joined = _blocks_joined(entries, extent, stores)
-    return Fragment(name, file, step, memory, tuple(stores), weights, correction, of_fp32, joined)
-
-
-def _blocks_joined(entries: dict, extent: Extent, stores: list[MomentStore]) -> int:
-    """Return how many blocks of narrow rows were cut, and encoded anew by `stores_of`."""
-    (piece,) = stores[0].table.pieces
-    if not piece.is_quantized or not is_narrow(piece.shape):
-        return 0
-    joined = set[int]()
-    for store in stores:
-        scales = entries[f"{store.name}_scale"].reshape(-1, *store.code.scale_shape)
-        joined.update(narrow.cut_groups(scales, extent, piece.block_size).tolist())
-    return len(joined)
-
-
-def _shape_of(state: dict, name: str) -> tuple[int, ...]:
-    for key in FIRST_ENTRIES:
-        if isinstance(state.get(key), Tensor):
-            has_shape = bits_at(key) in (None, 8)
-            return tuple(state[key].shape) if has_shape else StateHeader.of(state, name).shape
-    fp32 = ", ".join(one.fp32_name for one in ALGORITHMS)
-    raise ValueError(
-        f"state of {name}: got entries {shown_keys(state)}, expected those of an optimizer of "
-        f"zero8, or of {fp32}"
-    )
+    return Fragment(name, file, step, memory, tuple(stores), weights, correction, of_fp32)

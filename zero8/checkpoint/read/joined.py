@@ -2,16 +2,13 @@
 """Joins the fragments of a parameter into the whole one, in 8 bits or decoded.
 
 A block within one fragment keeps its codes and scales.  A block that a shard boundary cuts has
-scales on each side.  If these differ, it is decoded and encoded as one, to nearest, so that the
-moment changes by at most half a code (`zero8.spec.codec`).
+scales on each side.  It is decoded and encoded as one, to nearest, so that the moment changes by at
+most half a code (`zero8.spec.codec`).
 """
 
 import math
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,39 +18,13 @@ from zero8.state.extent import Extent
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece, PieceTable
 
-Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
-"""Returns an uninitialized tensor of a shape."""
-SMALL_BYTES = 1 << 20
-"""Smaller tensors are in memory."""
-
-
-def in_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return an uninitialized tensor."""
-    return torch.empty(shape, dtype=dtype, device="cpu")
-
-
-def mapped_tensor(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return an uninitialized tensor in a mapped temporary file on the file system of a folder.
-
-    The system can write it to the disk if memory is short; the file is freed with the tensor.  Each
-    has its own storage, as `torch.save` writes whole ones.
-    """
-    numel = math.prod(shape)
-    if numel * dtype.itemsize < SMALL_BYTES:
-        return torch.empty(shape, dtype=dtype)
-    handle, path = tempfile.mkstemp(dir=folder)
-    try:
-        # Otherwise writing to a page on a full disk would kill the process.
-        os.posix_fallocate(handle, 0, numel * dtype.itemsize)
-        return torch.from_file(path, shared=True, size=numel, dtype=dtype).view(shape)
-    finally:
-        os.close(handle)
-        os.unlink(path)
+Empty = Callable[..., Tensor]
+"""Returns an uninitialized tensor of a shape and a `dtype`, as torch.empty does."""
 
 
 def joined(
     fragments: list[Fragment],
-    empty: Empty = in_memory,
+    empty: Empty = torch.empty,
     *,
     decoded: bool = False,
     with_weights: bool = True,
@@ -78,11 +49,10 @@ def joined(
     piece = replace(first.piece, first=0, numel=whole.numel, block_size=block_size)
     stores = tuple(_room(store, whole.table(piece), empty) for store in first.stores)
     parts = sorted((f for f in fragments if f.piece.numel), key=lambda one: one.piece.first)
-    cut = set[int]()
     for number, store in enumerate(stores):
         runs = [part.stores[number] for part in parts]
         if piece.is_quantized:
-            cut |= _join_blocks(store, runs)
+            _join_blocks(store, runs)
         else:
             for part, run in zip(parts, runs, strict=True):
                 store.dense[_place(part.piece)] = run.read(0, part.piece.numel)
@@ -94,7 +64,6 @@ def joined(
         stores=stores,
         weights=_values(fragments, "weights", empty) if with_weights else None,
         correction=_values(fragments, "correction", empty),
-        blocks_joined=len(cut) + first.blocks_joined,
     )
 
 
@@ -102,41 +71,33 @@ def _place(piece: Piece) -> slice:
     return slice(piece.first, piece.first + piece.numel)
 
 
-def _join_blocks(whole: MomentStore, runs: list[MomentStore]) -> set[int]:
-    """Copy the codes and scales of all runs, in order; return the blocks that are encoded anew."""
-    cut: dict[int, list[MomentStore]] = {}
+def _join_blocks(whole: MomentStore, runs: list[MomentStore]) -> None:
+    """Copy the codes and scales of all runs, in order; encode the blocks that are cut anew.
+
+    Where both sides of a cut have the same scale, that changes nothing.
+    """
+    (piece,), cut, last = whole.table.pieces, [], -1
     for run in runs:
-        (piece,), moment = run.table.pieces, run.piece(0)
-        assert moment.scales is not None, "a moment in blocks has scales"
-        codes = whole.codes[whole.bytes_of(0, piece.first, piece.first + piece.numel)]
+        (part,), moment = run.table.pieces, run.piece(0)
+        codes = whole.codes[whole.bytes_of(0, part.first, part.first + part.numel)]
         if whole.code.bits == 8:
             codes.copy_(moment.values)
         else:  # two runs may each have one half of a byte
             codes |= moment.values
-        first = piece.grid.block_of(piece.first)
-        whole.scales[first : first + piece.num_blocks] = moment.scales
-        for block in {first, first + piece.num_blocks - 1}:
-            cut.setdefault(block, []).append(run)
-    return {block for block, parts in cut.items() if _encode_anew(whole, block, parts)}
-
-
-def _encode_anew(whole: MomentStore, block: int, parts: list[MomentStore]) -> bool:
-    """Encode a block from its parts if their scales differ; return whether they do."""
-    (piece,), scales, values = whole.table.pieces, [], []
-    for part in parts:
-        (run,), moment = part.table.pieces, part.piece(0)
-        scales.append(moment.scales[block - run.grid.block_of(run.first)])
-    if all(torch.equal(scale, scales[0]) for scale in scales):
-        return False
-    row, in_row = divmod(block, piece.grid.blocks_per_row)
-    begin = row * piece.grid.row_length + in_row * piece.grid.block_size
-    end = min(begin + piece.grid.block_size, (row + 1) * piece.grid.row_length)
-    for part in parts:
-        (run,) = part.table.pieces
-        first, last = max(begin, run.first), min(end, run.first + run.numel)
-        values.append(part.read(first - run.first, last - first))
-    whole.write(begin, torch.cat(values))
-    return True
+        first = piece.grid.block_of(part.first)
+        if first == last and cut[-1:] != [first]:
+            cut.append(first)
+        last = first + part.num_blocks - 1
+        whole.scales[first : last + 1] = moment.scales
+    for block in cut:
+        begin, end = piece.grid.start_of(block), min(piece.grid.start_of(block + 1), piece.numel)
+        values = []
+        for run in runs:
+            (part,) = run.table.pieces
+            low, high = max(begin, part.first), min(end, part.first + part.numel)
+            if low < high:
+                values.append(run.read(low - part.first, high - low))
+        whole.write(begin, torch.cat(values))
 
 
 def _values(fragments: list[Fragment], name: str, empty: Empty) -> Tensor | None:
@@ -144,7 +105,7 @@ def _values(fragments: list[Fragment], name: str, empty: Empty) -> Tensor | None
     parts = [(fragment.piece, getattr(fragment, name)) for fragment in fragments]
     if any(part is None for _, part in parts):
         return None
-    whole = empty((math.prod(fragments[0].shape),), parts[0][1].dtype)
+    whole = empty((math.prod(fragments[0].shape),), dtype=parts[0][1].dtype)
     for piece, part in parts:
         whole[_place(piece)] = part
     return whole
@@ -173,7 +134,6 @@ def _facts(fragment: Fragment) -> dict:
         "codec": store.codec.name if piece.is_quantized and store.codec else None,
         "identity": piece.identity,
         "algorithm": fragment.algorithm.name,
-        "moments of an fp32 optimizer": fragment.is_of_fp32,
         "corrections of weights": fragment.correction is not None,
     }
 
@@ -200,10 +160,10 @@ def _check_cover(fragments: list[Fragment]) -> None:
 def _room(like: MomentStore, table: PieceTable, empty: Empty) -> MomentStore:
     (piece,) = table.pieces
     if not piece.is_quantized:
-        dense = empty((piece.numel,), torch.float32)
+        dense = empty((piece.numel,), dtype=torch.float32)
         return MomentStore(None, like.rule, table, dense[:0].byte(), dense[:0], dense)
-    codes = empty((piece.num_bytes(like.code.bits),), torch.uint8)
+    codes = empty((piece.num_bytes(like.code.bits),), dtype=torch.uint8)
     if like.code.bits < 8:
         codes.zero_()
-    scales = empty((table.num_blocks, *like.code.scale_shape), torch.float32)
+    scales = empty((table.num_blocks, *like.code.scale_shape), dtype=torch.float32)
     return MomentStore(like.codec, like.rule, table, codes, scales, scales.flatten()[:0])

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of the readers of checkpoints: a stream of parameters with their states.
+"""What the readers of checkpoints return: a stream of parameters with their states.
 
 A damaged file raises ValueError with its name, one that cannot be read OSError.
 """
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 from tqdm import tqdm
@@ -21,80 +21,47 @@ MOST_THREADS = 8
 Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
-class Facts(NamedTuple):
-    """What wrote a checkpoint: "zero", "dcp" or "plain", its ranks and ZeRO's stage, if known."""
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint that is read parameter by parameter, without a model, an engine or a GPU.
+
+    Attributes:
+        kind: what wrote it: "zero", "dcp" or "plain".
+        path: its folder, or its only file.
+        files: the files that hold states of the optimizer.
+        names: the parameters that have states.
+        fragments: returns the fragments of a parameter; tensors are mapped, or of this parameter.
+        groups: returns the options of the parameter groups, each with the names of its "params".
+        tensors: by name, what reads the saved tensors of the model.  Parameters whose master
+            weights are in fragments may have lower precision here.
+        world_size: the number of ranks that wrote it, if known.
+        stage: ZeRO's stage, if known.
+        damages: an error for each file that cannot be read; its fragments are left out.
+        tied: the further names of shared parameters, with their first names, if saved.
+        run: the progress of the run and what its script saved, under DeepSpeed's names.
+        scaling: the state of loss scaling and clipping, under DeepSpeed's names.
+    """
 
     kind: str
+    path: Path
+    files: list[Path]
+    names: list[str]
+    fragments: Callable[[str], list[Fragment]]
+    groups: Callable[[], list[dict]]
+    tensors: dict[str, Callable[[], Tensor]]
     world_size: int | None = None
     stage: int | None = None
-
-
-class Source(ABC):
-    """A checkpoint that is read parameter by parameter, without a model, an engine or a GPU."""
-
-    path: Path
-    """Its folder, or its only file."""
-
-    @abstractmethod
-    def facts(self) -> Facts:
-        """Return facts on the whole."""
-
-    @abstractmethod
-    def files(self) -> list[Path]:
-        """Return the files that hold states of the optimizer."""
-
-    def damages(self) -> list[str]:
-        """Return an error for each file that cannot be read; its fragments are left out."""
-        return []
+    damages: list[str] = field(default_factory=list)
+    tied: dict[str, str] = field(default_factory=dict)
+    run: dict = field(default_factory=dict)
+    scaling: dict = field(default_factory=dict)
 
     def check(self, most: int = 5) -> None:
         """Raise ValueError if there are `damages`."""
-        if damages := self.damages():
-            more = [f"and {len(damages) - most} more"] if len(damages) > most else []
-            raise ValueError("; ".join(damages[:most] + more))
-
-    @abstractmethod
-    def names(self) -> list[str]:
-        """Return the parameters that have states."""
-
-    @abstractmethod
-    def fragments(self, name: str) -> list[Fragment]:
-        """Return the fragments of a parameter; tensors are mapped, or of this parameter."""
-
-    @abstractmethod
-    def groups(self) -> list[dict]:
-        """Return the options of the parameter groups, each with the names of its "params"."""
-
-    @abstractmethod
-    def tensors(self) -> dict[str, Callable[[], Tensor]]:
-        """Return, by name, functions that read the saved tensors of the model.
-
-        Parameters whose master weights are in fragments may have lower precision here.
-        """
-
-    def tied(self) -> dict[str, str]:
-        """Return the further names of shared parameters, with their first names, if saved."""
-        return {}
-
-    def run(self) -> dict:
-        """Return the progress of the run and what its script saved, under DeepSpeed's names."""
-        return {}
-
-    def scaling(self) -> dict:
-        """Return the state of loss scaling and clipping, under DeepSpeed's names."""
-        return {}
-
-
-def sizes_bytes(files: list[Path]) -> dict[Path, int]:
-    """Return the sizes of files, 0 for those that cannot be read: their reader raises then."""
-
-    def size(file: Path) -> int:
-        try:
-            return os.lstat(file).st_size
-        except OSError:
-            return 0
-
-    return {file: size(file) for file in files}
+        if self.damages:
+            num_more = len(self.damages) - most
+            more = [f"and {num_more} more"] if num_more > 0 else []
+            raise ValueError("; ".join(self.damages[:most] + more))
 
 
 def in_threads(

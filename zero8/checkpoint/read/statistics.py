@@ -8,9 +8,10 @@ from zero8.spec.codec import MomentCode, has_zero
 from zero8.spec.fp8 import Fp8Code
 from zero8.spec.log import SignedLogCode
 from zero8.state.store import CHUNK_NUMEL, MomentStore
-from zero8.state.table import Piece
 
 NUM_CODES = 256
+NEGATIVE_ZERO = 128
+"""Of `fp8`; other codes do not have it."""
 
 
 def counts_of(store: MomentStore) -> Tensor:
@@ -47,14 +48,16 @@ def summary(store: MomentStore, counts: Tensor) -> dict:
     of the magnitudes of the others; for v in `log`, of the blocks' largest values).
     """
     (piece,) = store.table.pieces
+    chunks = range(0, piece.numel, CHUNK_NUMEL)
+    reads = (store.read(begin, min(CHUNK_NUMEL, piece.numel - begin)) for begin in chunks)
+    zeros = sum(int((values == 0).sum()) for values in reads) / max(1, piece.numel)
     if not piece.is_quantized:
-        return {"zeros": int((store.dense == 0).sum()) / max(1, piece.numel)}
+        return {"zeros": zeros}
     code = store.code
     scales = store.scales.view(len(store.scales), -1)[:, 0].abs()
     is_used = scales > 0
-    zeros = int(counts[code.zero_code]) if has_zero(code) else _numel_of(piece, ~is_used)
     return {
-        "zeros": zeros / max(1, piece.numel),
+        "zeros": zeros,
         "codes_used": int((counts[order_of_codes(code)] > 0).sum()),
         "codes": 1 << code.bits,
         **saturated(code, counts),
@@ -67,23 +70,9 @@ def summary(store: MomentStore, counts: Tensor) -> dict:
 def order_of_codes(code: MomentCode) -> Tensor:
     """Return the valid codes, in ascending order of their values; int64."""
     codes = torch.arange(1 << code.bits, dtype=torch.uint8, device="cpu")
-    if isinstance(code, SignedLogCode):  # -128, or -32 of 6 bits, is invalid
-        codes = codes[codes != 1 << code.bits - 1]
-    if isinstance(code, Fp8Code):  # 127 is NaN, 128 is -0
-        codes = codes[
-            (codes & 127 <= code.largest) & (codes != 128) & (code.signed | (codes < 128))
-        ]
+    if isinstance(code, SignedLogCode | Fp8Code):
+        codes = codes[[int(c) not in (*code.unused, NEGATIVE_ZERO) for c in codes]]
     scale = torch.ones((len(codes), *code.scale_shape), dtype=torch.float32, device="cpu")
     if code.scale_shape:  # v in `log`: the largest value, and the width of a code
         scale[:, 1] = 2.0**20
     return codes.to(torch.int64)[code.decode(codes, scale, 1.0).argsort(stable=True)]
-
-
-def _numel_of(piece: Piece, blocks: Tensor) -> int:
-    """Return how many elements of a whole parameter are in the blocks of a mask."""
-    grid, size = piece.grid, piece.block_size
-    lengths = torch.full((grid.blocks_per_row,), size)
-    lengths[-1] = grid.row_length - size * (grid.blocks_per_row - 1)
-    beyond = grid.num_rows * grid.row_length - piece.numel  # of the last group of narrow rows
-    numel = int((blocks.view(-1, grid.blocks_per_row) * lengths).sum())
-    return numel - beyond * bool(blocks[-1])

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of DeepSpeed's ZeRO: the folder of a tag, with a file of states per rank."""
 
-import os
 import re
 from collections.abc import Callable, Collection, Iterator
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,14 +12,12 @@ from torch import Tensor
 from zero8.checkpoint.read.fragment import Fragment, of_piece
 from zero8.checkpoint.read.inert import Inert
 from zero8.checkpoint.read.safe_load import damage_in, load
-from zero8.checkpoint.read.source import Facts, Source, in_threads
-from zero8.deepspeed import swap_file
+from zero8.checkpoint.read.source import Source, in_threads
 from zero8.deepspeed.layout import MASTERS
 from zero8.deepspeed.moment_tensor import moments_in, with_moments
-from zero8.files.inside import mapped, paths_of
 from zero8.spec.algorithms import algorithm_called
 from zero8.spec.buffers import check_entry
-from zero8.spec.shown import shown_keys
+from zero8.spec.shown import shown, shown_keys
 from zero8.state.memory import checked_memory
 from zero8.state.plain import checked_step
 from zero8.state.store import MomentStore
@@ -28,12 +25,9 @@ from zero8.state.table import PieceTable
 
 STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt")
-_OUR_PREFIX = "zero8-"
-_SWAPPED = re.compile(rf"offloaded_tensors/rank[^/]*/{_OUR_PREFIX}[^/]*\.tensor\.swp")
 # Names of our state dict within ZeRO's.
 _STATES = ("base_optimizer_state", "optimizer_state_dict")
 
-_STAGES = ("disabled", "optimizer_states", "gradients", "weights")
 # What an engine saves of the model and its layout; all else is of the run, or of the script.
 _LAYOUT = {
     *("module", "buffer_names", "optimizer", "param_shapes", "shared_params"),
@@ -43,178 +37,125 @@ _LAYOUT = {
 _SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 
 
-class ZeroSource(Source):
-    """See `Source`."""
+def read_zero(folder: Path) -> Source:
+    """Return the checkpoint in the folder of a tag."""
+    files = sorted((path for path in folder.iterdir() if STATES.fullmatch(path.name)), key=_ranks)
+    models = _model_states(folder)
+    model = models[0] if models else {}
 
-    def __init__(self, folder: Path):
-        """List the files of states in the folder of a tag."""
-        self.path = folder
-        self._files = sorted(
-            (path for path in folder.iterdir() if STATES.fullmatch(path.name)), key=_ranks
+    def fragments_of(file: Path) -> list[Fragment] | str:
+        try:
+            return list(_fragments_in(file, folder))
+        except (ValueError, OSError) as error:
+            return str(error) if str(file) in str(error) else f"{file}: {error}"
+
+    fragments: dict[str, list[Fragment]] = {}
+    damages = []
+    for _, found in in_threads("read", files, fragments_of):
+        if isinstance(found, str):
+            damages.append(found)
+            continue
+        for fragment in found:
+            fragments.setdefault(fragment.name, []).append(fragment)
+    # What is the same on all ranks is read from the first one's file.
+    zero = {} if damages else _zero(files[0], folder)
+    return Source(
+        kind="zero",
+        path=folder,
+        files=files,
+        names=list(fragments),
+        fragments=fragments.__getitem__,
+        groups=lambda: _groups(files[0], zero, model),
+        tensors=_tensors(folder, models),
+        world_size=1 + max(rank for _, rank in map(_ranks, files)),
+        stage=_stage(zero.get("zero_stage")),
+        damages=damages,
+        tied=model.get("shared_params") or {},
+        run={key: value for key, value in model.items() if key not in _LAYOUT},
+        scaling={key: zero[key] for key in _SCALING if key in zero},
+    )
+
+
+def _model_states(folder: Path) -> list[dict]:
+    """Return the model states: of each rank in stage 3, else one; [] without their files."""
+    found = {path: _MODEL_STATES.fullmatch(path.name) for path in folder.iterdir()}
+    ranks = {path: int(match[1] or 0) for path, match in found.items() if match}
+    return [_dict_in(file, folder) for file in sorted(ranks, key=ranks.__getitem__)]
+
+
+def _dict_in(file: Path, folder: Path) -> dict:
+    found = load(file, folder)
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: got {shown(found)}, expected a dict of DeepSpeed's")
+    return found
+
+
+def _zero(file: Path, folder: Path) -> dict:
+    """Return ZeRO's own state dict in a file."""
+    zero = _dict_in(file, folder).get("optimizer_state_dict")
+    if not isinstance(zero, dict):
+        raise ValueError(f"{file}: not a file of ZeRO's states: no optimizer_state_dict in it")
+    return zero
+
+
+def _fragments_in(file: Path, folder: Path) -> Iterator[Fragment]:
+    """Yield the fragments of a file of states."""
+    zero = _zero(file, folder)
+    with damage_in(file):
+        all_weights = _first(zero, MASTERS, file)
+        states = _first(zero, _STATES, file)["state"]
+        pairs = [(states[n], w) for n, w in enumerate(all_weights) if states.get(n)]
+    for state, weights in pairs:
+        yield from _of_partition(file, state, weights)
+
+
+def _groups(file: Path, zero: dict, model: dict) -> list[dict]:
+    """Return the groups with names in the order of the model; [] if its file does not fit."""
+    with damage_in(file):
+        groups = _first(zero, _STATES, file)["param_groups"]
+        # A list of names per partition: of a group, or, in stage 3, of a sub-group.
+        names = [list(of_partition) for of_partition in model.get("param_shapes") or []]
+        if sorted(n for group in groups for n in group["params"]) != list(range(len(names))):
+            return []
+        named = [
+            {**group, "params": [name for n in group["params"] for name in names[n]]}
+            for group in groups
+        ]
+    place_of = {name: place for place, name in enumerate(model.get("module") or {})}
+    for group in named:
+        # DeepSpeed's engines have them in the order of their sizes.
+        if group.get("use_muon") and place_of.keys() >= set(group["params"]):
+            group["params"].sort(key=place_of.__getitem__)
+    return named
+
+
+def _tensors(folder: Path, models: list[dict]) -> dict[str, Callable[[], Tensor]]:
+    """Return what reads tensors; of stage 3's partitioned parameters only of the frozen ones."""
+    if not models:
+        return {}
+    buffers = models[0].get("buffer_names") or []
+    frozen = models[0].get("frozen_param_shapes") or {}
+    found: dict[str, Callable[[], Tensor]] = {}
+    for name, values in (models[0].get("module") or {}).items():
+        if name in frozen:
+            found[name] = partial(_frozen, folder, name, torch.Size(frozen[name]), models)
+        elif isinstance(values, Tensor) and (values.numel() or name in buffers):
+            found[name] = partial(_itself, values)
+    return found
+
+
+def _frozen(folder: Path, name: str, shape: torch.Size, models: list[dict]) -> Tensor:
+    """Return a frozen parameter, of which each rank has saved a part, or the whole."""
+    parts = [model["frozen_param_fragments"][name].view(-1) for model in models]
+    if parts[0].numel() == shape.numel():
+        return parts[0].view(shape)
+    whole = torch.cat(parts)
+    if whole.numel() < shape.numel():
+        raise ValueError(
+            f"{folder}: got {whole.numel()} elements of {name} in {len(parts)} files of model "
+            f"states, expected {shape.numel()}"
         )
-
-    def facts(self) -> Facts:
-        """See `Source`."""
-        zero = self._settings
-        count = zero.get("partition_count")
-        counts = count if isinstance(count, list) else [count]
-        count = max((one for one in counts if isinstance(one, int)), default=None)
-        return Facts("zero", count, _stage(zero.get("zero_stage")))
-
-    def files(self) -> list[Path]:
-        """See `Source`; with states on NVMe also their swap files."""
-        swapped = [path for path in paths_of(self.path) if _SWAPPED.fullmatch(path)]
-        return self._files + [self.path / path for path in sorted(swapped)]
-
-    def damages(self) -> list[str]:
-        """See `Source`."""
-        return self._read[1]
-
-    def names(self) -> list[str]:
-        """See `Source`."""
-        return list(self._read[0])
-
-    def fragments(self, name: str) -> list[Fragment]:
-        """See `Source`."""
-        return self._read[0][name]
-
-    @cached_property
-    def _read(self) -> tuple[dict[str, list[Fragment]], list[str]]:
-        """The fragments of all files, by parameter, and the errors of those that are damaged."""
-
-        def fragments_of(file: Path) -> list[Fragment] | str:
-            try:
-                return list(self._fragments_in(file))
-            except (ValueError, OSError) as error:
-                return str(error) if str(file) in str(error) else f"{file}: {error}"
-
-        fragments: dict[str, list[Fragment]] = {}
-        damages = []
-        for _, found in in_threads("read", self.files(), fragments_of):
-            if isinstance(found, str):
-                damages.append(found)
-                continue
-            for fragment in found:
-                fragments.setdefault(fragment.name, []).append(fragment)
-        return fragments, damages
-
-    def _fragments_in(self, file: Path) -> Iterator[Fragment]:
-        """Yield the fragments of a file."""
-        if not STATES.fullmatch(file.name):
-            with damage_in(file):
-                state = swap_file.checked(load(file, self.path))
-                numel = max((one.numel() for one in moments_in(state).values()), default=0)
-            yield from _of_partition(file, state, self._swapped_weights(file, numel))
-            return
-        zero = self._zero(file)
-        with damage_in(file):
-            all_weights = _first(zero, MASTERS, file)
-            states = _first(zero, _STATES, file)["state"]
-            pairs = [(states[n], w) for n, w in enumerate(all_weights) if states.get(n)]
-        for state, weights in pairs:
-            yield from _of_partition(file, state, weights)
-
-    def _swapped_weights(self, file: Path, numel: int) -> Tensor | None:
-        """Return the master weights that DeepSpeed has swapped out beside a state, if it has."""
-        file = file.with_name(file.name.removeprefix(_OUR_PREFIX))
-        if not os.path.lexists(file):
-            return None
-        with damage_in(file):
-            precision = self._model["ds_config"].get("bf16") or {}
-            is_bf16 = precision.get("bf16_master_weights_and_grads")
-            dtype = torch.bfloat16 if is_bf16 else torch.float32
-            found, expected = mapped(file, self.path), numel * dtype.itemsize
-            if len(found) < expected:
-                raise ValueError(f"got {len(found)} bytes of master weights, expected {expected}")
-            return found[:expected].view(dtype)
-
-    def groups(self) -> list[dict]:
-        """See `Source`; names are in the order of the model."""
-        file = self._files[0]
-        with damage_in(file):
-            groups = _first(self._settings, _STATES, file)["param_groups"]
-            # A list of names per partition: of a group, or, in stage 3, of a sub-group.
-            names = [list(of_partition) for of_partition in self._model.get("param_shapes") or []]
-            if sorted(n for group in groups for n in group["params"]) != list(range(len(names))):
-                return []
-            named = [
-                {**group, "params": [name for n in group["params"] for name in names[n]]}
-                for group in groups
-            ]
-        place_of = {name: place for place, name in enumerate(self._model.get("module") or {})}
-        for group in named:
-            # DeepSpeed's engines have them in the order of their sizes.
-            if group.get("use_muon") and place_of.keys() >= set(group["params"]):
-                group["params"].sort(key=place_of.__getitem__)
-        return named
-
-    def tensors(self) -> dict[str, Callable[[], Tensor]]:
-        """See `Source`; of stage 3's partitioned parameters only the frozen ones."""
-        buffers = self._model.get("buffer_names") or []
-        found: dict[str, Callable[[], Tensor]] = {}
-        for name, values in (self._model.get("module") or {}).items():
-            if name in self._frozen_shapes:
-                found[name] = partial(self._frozen, name)
-            elif isinstance(values, Tensor) and (values.numel() or name in buffers):
-                found[name] = partial(_itself, values)
-        return found
-
-    def tied(self) -> dict[str, str]:
-        """See `Source`."""
-        return self._model.get("shared_params") or {}
-
-    def run(self) -> dict:
-        """See `Source`."""
-        return {key: value for key, value in self._model.items() if key not in _LAYOUT}
-
-    def scaling(self) -> dict:
-        """See `Source`."""
-        zero = self._settings
-        return {key: zero[key] for key in _SCALING if key in zero}
-
-    def _frozen(self, name: str) -> Tensor:
-        """Return a frozen parameter, of which each rank has saved a part, or the whole."""
-        shape = torch.Size(self._frozen_shapes[name])
-        parts = [model["frozen_param_fragments"][name].view(-1) for model in self._models]
-        if parts[0].numel() == shape.numel():
-            return parts[0].view(shape)
-        whole = torch.cat(parts)
-        if whole.numel() < shape.numel():
-            raise ValueError(
-                f"{self.path}: got {whole.numel()} elements of {name} in {len(parts)} files of "
-                f"model states, expected {shape.numel()}"
-            )
-        return whole[: shape.numel()].view(shape)
-
-    @property
-    def _frozen_shapes(self) -> dict:
-        return self._model.get("frozen_param_shapes") or {}
-
-    @property
-    def _model(self) -> dict:
-        """The model states saved by the first rank; {} if there are none."""
-        found = self._models[0] if self._models else {}
-        return found if isinstance(found, dict) else {}
-
-    @cached_property
-    def _models(self) -> list:
-        """The model states: of each rank in stage 3, else one."""
-        found = {path: _MODEL_STATES.fullmatch(path.name) for path in self.path.iterdir()}
-        files = {path: int(match[1] or 0) for path, match in found.items() if match}
-        return [load(file, self.path) for file in sorted(files, key=files.__getitem__)]
-
-    @cached_property
-    def _settings(self) -> dict:
-        """ZeRO's own state dict of the first rank, for what is the same on all."""
-        return self._zero(self._files[0])
-
-    def _zero(self, file: Path) -> dict:
-        """Return ZeRO's own state dict in a file."""
-        found = load(file, self.path)
-        zero = found.get("optimizer_state_dict") if isinstance(found, dict) else None
-        if not isinstance(zero, dict):
-            raise ValueError(f"{file}: not a file of ZeRO's states: no optimizer_state_dict in it")
-        return zero
+    return whole[: shape.numel()].view(shape)
 
 
 def _of_partition(file: Path, state: dict, weights: object) -> Iterator[Fragment]:
@@ -229,7 +170,7 @@ def _of_partition(file: Path, state: dict, weights: object) -> Iterator[Fragment
         correction = state.get("param_correction")
         if correction is not None:
             check_entry("param_correction", correction, table.numel, [torch.int8])
-    model, _ = _ranks(file) if STATES.fullmatch(file.name) else (0, 0)
+    model, _ = _ranks(file)
     part = f"mp_rank_{model:02d}/" if model else ""
     for number, piece in enumerate(table.pieces):
         here = slice(piece.start, piece.start + piece.numel)
@@ -247,7 +188,7 @@ def _of_partition(file: Path, state: dict, weights: object) -> Iterator[Fragment
 def _checked_weights(weights: object, table: PieceTable) -> Tensor | None:
     """Return the master weights of a partition, with or without its padding; None if absent."""
     if not isinstance(weights, Tensor) or weights.numel() == 0:
-        return None  # swapped out
+        return None
     end = max((piece.start + piece.numel for piece in table.pieces), default=0)
     if not end <= weights.numel() <= table.numel:
         raise ValueError(
@@ -280,12 +221,9 @@ def _stores(state: dict) -> list[MomentStore]:
 
 
 def _stage(found: object) -> int | None:
-    """Return ZeRO's stage, an enum that is pickled by number, by Python 3.11.0 to 3 by name."""
-    if isinstance(found, Inert) and found.args:
-        found = found.args[-1]
-    if found in _STAGES:
-        return _STAGES.index(found)
-    return found if isinstance(found, int) else None
+    """Return ZeRO's stage, an enum that is pickled by number; None where it is not."""
+    (number,) = found.args if isinstance(found, Inert) and len(found.args) == 1 else (None,)
+    return number if isinstance(number, int) else None
 
 
 def _ranks(path: Path) -> tuple[int, int]:

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a folder of `torch.distributed.checkpoint` with the state dicts of model and optimizer."""
 
+import math
 import warnings
+from dataclasses import replace
 from pathlib import Path
-
-import torch
 
 from zero8.checkpoint.read.contents import Contents
 from zero8.spec.codec import CODECS, DEFAULT_CODEC
 from zero8.spec.dither import identity_of
-from zero8.state.extent import Extent
-from zero8.state.plain import saved_form
+from zero8.state.memory import new_memory
 from zero8.state.policy import Policy
-from zero8.state.table import Piece
-from zero8.state.target import Target
+from zero8.state.store import MomentStore
+from zero8.state.table import Piece, PieceTable
 
 
 def write_dcp(contents: Contents, path: Path) -> None:
@@ -28,7 +27,7 @@ def write_dcp(contents: Contents, path: Path) -> None:
     _check_are_alike(contents)
     state = {name: parameter.entries() for name, parameter in contents.parameters.items()}
     if without := [name for name in contents.names if name not in state and name in contents.model]:
-        state |= _zeros(contents, without)
+        state |= {name: _zeros(contents, name) for name in without}
         contents.notes.append(f"got no states of {without}; wrote zeros at step 0")
     groups = [
         {
@@ -45,7 +44,7 @@ def write_dcp(contents: Contents, path: Path) -> None:
             warnings.simplefilter("ignore")  # about the missing process group
             checkpoint.save({**model, "optimizer": optimizer}, checkpoint_id=path, no_dist=True)
     except checkpoint.CheckpointException as error:  # not a subclass of Exception
-        raise RuntimeError(f"torch.distributed.checkpoint failed: {error}") from error
+        raise OSError(f"torch.distributed.checkpoint failed: {error}") from error
 
 
 def _check_are_alike(contents: Contents) -> None:
@@ -63,23 +62,16 @@ def _check_are_alike(contents: Contents) -> None:
         )
 
 
-def _zeros(contents: Contents, names: list[str]) -> dict[str, dict]:
-    """Return zero states for these parameters, in the form of the others' states."""
-    shapes = {name: tuple(contents.model[name].shape) for name in names}
-    found = contents.parameters.values()
-    if all(parameter.is_of_fp32 for parameter in found):
-        return {
-            name: {"step": torch.tensor(0.0)}
-            | {key: torch.zeros(shape) for key in contents.algorithm_of(name).moment_names}
-            for name, shape in shapes.items()
-        }
-    like = next((parameter for parameter in found if parameter.piece.is_quantized), None)
-    states = {}
-    for name, shape in shapes.items():
-        grid = Policy(block_size=like.piece.block_size).decide(name, shape).grid if like else None
-        size, extent = grid.block_size if grid else 0, Extent.whole(shape)
-        piece = Piece(0, extent.numel, 0, shape, identity_of(name), size, name)
-        codec = like.stores[0].codec if like else CODECS[DEFAULT_CODEC]
-        target = Target(contents.algorithm_of(name), codec, piece, extent)
-        states[name] = saved_form(target.new(), extent)
-    return states
+def _zeros(contents: Contents, name: str) -> dict:
+    """Return the zero state of a parameter, in the form of the others' states."""
+    like = max(contents.parameters.values(), key=lambda one: one.piece.block_size)
+    shape, algorithm = tuple(contents.model[name].shape), contents.algorithm_of(name)
+    size = like.piece.block_size
+    grid = Policy(block_size=size).decide(name, shape).grid if size else None
+    piece = Piece(
+        0, math.prod(shape), 0, shape, identity_of(name), grid.block_size if grid else 0, name
+    )
+    table, codec = PieceTable((piece,), piece.numel), like.stores[0].codec or CODECS[DEFAULT_CODEC]
+    stores = tuple(MomentStore.zeros(codec, rule, table) for rule in algorithm.moments)
+    zero = replace(like, name=name, step=0, memory=new_memory(algorithm), stores=stores)
+    return replace(zero, correction=None).entries()

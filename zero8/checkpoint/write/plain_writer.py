@@ -55,7 +55,7 @@ def _fp32_group(algorithm: Algorithm, group: dict[str, Any]) -> dict[str, Any]:
 
 def _corrected(contents: Contents) -> dict[str, Tensor]:
     """Return the model with the corrections applied to its weights."""
-    model, owner = dict(contents.model), dict(contents.source.tied())
+    model, owner = dict(contents.model), dict(contents.source.tied)
     for name, parameter in contents.parameters.items():
         if parameter.weights is None or parameter.correction is None:
             continue

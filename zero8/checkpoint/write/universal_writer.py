@@ -19,7 +19,6 @@ It is in float32 and loads with the same codes and scales: quantize(dequantize(q
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from zero8.checkpoint.read.contents import Contents, weights_of
@@ -69,19 +68,15 @@ def name_latest(path: Path) -> None:
 def _write_parameter(contents: Contents, name: str, step: int, folder: Path) -> None:
     folder.mkdir(parents=True)
     weights = weights_of(contents, name)
-    _save_values(weights, folder / "fp32.pt")
+    save({"param": weights}, folder / "fp32.pt")
     parameter = contents.parameters.get(name)
     for number, moment in enumerate(contents.algorithm_of(name).moment_names):
         if parameter is None:
             values = torch.zeros_like(weights)
         else:
             values = parameter.stores[number].dense.view(weights.shape)
-        _save_values(values, folder / f"{moment}.pt")
+        save({"param": values}, folder / f"{moment}.pt")
     save(step, folder / "step.pt")
-
-
-def _save_values(values: Tensor, path: Path) -> None:
-    save({"param": values}, path)
 
 
 def _write_groups(contents: Contents, step: int, path: Path) -> None:
@@ -89,7 +84,7 @@ def _write_groups(contents: Contents, step: int, path: Path) -> None:
     for_stage3 = {"state": {0: {"step": step}}, "param_groups": groups}
     save(
         {
-            **_scaling(contents.source.scaling()),
+            **_scaling(contents.source.scaling),
             "param_groups": groups,
             "optimizer_state_dict": for_stage3,
             "ds_version": DEEPSPEED_VERSION,
@@ -131,7 +126,7 @@ def _only(found: dict, keys: tuple[str, ...]) -> dict:
 
 
 def _write_run(contents: Contents, step: int, folder: Path) -> None:
-    run, tied = contents.source.run(), contents.source.tied()
+    run, tied = contents.source.run, contents.source.tied
     rest = {
         name: values
         for name, values in contents.model.items()
