@@ -136,9 +136,7 @@ class HoldsStates(torch.optim.Optimizer):
         rows = []
         why = self._params.why_float32(self.param_groups)
         for p, stores in self.all_moments().items():
-            state = self.state[p]
-            remark = self.kind_of(p, state).remark
-            rows += self.settings.memory_rows(stores, "param_correction" in state, why, remark)
+            rows += self.settings.memory_rows(stores, "param_correction" in self.state[p], why)
         return MemoryReport(tuple(rows), grad_bytes_by_dtype(self.states))
 
     def _save(self, packed: dict[str, Any], in_fp32: bool) -> None:

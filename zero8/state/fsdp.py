@@ -67,7 +67,6 @@ class FlattenedTensor(WholeTensor):
     """
 
     raises_alone = False  # gradients differ between ranks, which wait for each other in collectives
-    remark = ", flattened by FSDP1"
 
     def serves(self, p: Tensor, state: Entries) -> bool:
         """See `StateKind`."""

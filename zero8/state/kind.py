@@ -34,9 +34,6 @@ class StateKind(ABC):
     """Whether a rank may raise by itself for gradients that are not finite: either all ranks do, or
     none waits for it."""
 
-    remark = ""
-    """Text that the memory report appends to the reason for the bits of a parameter."""
-
     def __init__(self, settings: Settings, params: KnownParams):
         """Serve an optimizer with these settings and parameters."""
         self.settings, self._params = settings, params

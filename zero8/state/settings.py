@@ -90,12 +90,11 @@ class Settings:
         stores: Sequence[MomentStore],
         corrected: bool,
         why_float32: Mapping[str, str],
-        remark: str = "",
     ) -> list[MemoryRow]:
         """Return the memory of moments, a row per parameter of their segment table.
 
         `corrected` says whether there are corrections of bfloat16 weights, `why_float32` is
-        `ParamInfo.why_float32` by label, and `remark` a kind's addition to the reason.
+        `ParamInfo.why_float32` by label.
         """
         rows: dict[str, MemoryRow] = {}
         for number, piece in enumerate(stores[0].table.pieces):
@@ -103,7 +102,7 @@ class Settings:
             tensors = [t for m in moments for t in (m.values, m.scales)]
             state_bytes = sum(t.nbytes for t in tensors if t is not None)
             why = why_float32.get(piece.name, "")
-            reason = self.policy.decide(piece.name, piece.shape, why).reason + remark
+            reason = self.policy.decide(piece.name, piece.shape, why).reason
             bits = self.codec.bits_of(self.algorithm.moments) if piece.is_quantized else 32
             sizes = (piece.numel, bits, reason, state_bytes, piece.numel * corrected)
             row = MemoryRow(piece.name, piece.shape, *sizes)
