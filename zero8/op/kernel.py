@@ -219,16 +219,13 @@ def described(objects: list[Tensor | float]) -> np.ndarray:
     and `WITHOUT_MEMORY` for sparse tensors and the like; `contents` is of int64 tensors in host
     memory of at most `MAX_HASHED` elements, and 0 of others.  Numbers are contiguous and else 0.
     """
-    records, api = (
-        np.empty(len(objects), TENSOR),
-        getattr(Tensor, "__dlpack_c_exchange_api__", None),
-    )
+    records = np.empty(len(objects), TENSOR)
+    api = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if api is None or not module().describe(api, Tensor, objects, records):
         lowest, beyond = TESTED["torch"]
         raise RuntimeError(
-            f"got torch {torch.__version__}, whose DLPack interface (__dlpack_c_exchange_api__) zero8 does "
-            f"not know, expected one from {lowest} to below {beyond}: "
-            f"pip install 'torch>={lowest},<{beyond}'"
+            f"got torch {torch.__version__}, whose DLPack interface zero8 does not know, expected "
+            f"one from {lowest} to below {beyond}: pip install 'torch>={lowest},<{beyond}'"
         )
     return records
 
