@@ -118,8 +118,6 @@ class Float32 {
   }
 };
 
-// kOnlyDithered: `rounding` is known to be that.
-template <bool kOnlyDithered>
 class BFloat16 {
  public:
   using Stored = uint16_t;
@@ -137,7 +135,7 @@ class BFloat16 {
   }
   ZERO8_DEVICE void start() {
     dither_.start();
-    if constexpr (!kOnlyDithered) r_ = Vec::ramp(first_r_, kElementStep);
+    r_ = Vec::ramp(first_r_, kElementStep);
   }
   template <class AnyVec, class Lanes>
   ZERO8_DEVICE Vec::F read(AnyVec& vec, int i, Lanes lanes) const {
@@ -154,7 +152,7 @@ class BFloat16 {
 
  private:
   ZERO8_DEVICE Vec::I threshold_of(Vec::I bits) {
-    if (kOnlyDithered || rounding_ == kDither) return dither_.next();
+    if (rounding_ == kDither) return dither_.next();
     if (rounding_ == kNearest) {
       return Vec::addi(Vec::seti(0x7FFF), Vec::andi(Vec::shr<16>(bits), Vec::seti(1)));
     }
@@ -165,7 +163,7 @@ class BFloat16 {
   // What x is rounded to, which is `high` where all is as usual.  A finite value that would become
   // infinite is truncated, except when rounding to nearest.
   ZERO8_DEVICE Vec::I careful(Vec::F x, Vec::I high) const {
-    if (kOnlyDithered || rounding_ != kNearest) {
+    if (rounding_ != kNearest) {
       high = Vec::choose(is_beyond(high), Vec::shr<16>(Vec::as_int(x)), high);
     }
     return Vec::choose(is_nan(x), Vec::seti(0x7FC0), high);

@@ -64,10 +64,7 @@ int64_t step_blocks(const Segment& seg, const StepScalars& s, const CodecMaps& m
   if (seg.param_dtype == kINT8) return step_of_int8<Algorithm>(seg, s, maps, begin, end, wide);
   if (seg.param_dtype == kFP32) return step_of_float32<Algorithm>(seg, s, maps, begin, end);
   if (seg.correction) return step_of_param<Algorithm, CorrectedBFloat16>(seg, s, maps, begin, end);
-  if (seg.rounding == kDither) {
-    return step_of_param<Algorithm, BFloat16<true>>(seg, s, maps, begin, end);
-  }
-  return step_of_param<Algorithm, BFloat16<false>>(seg, s, maps, begin, end);
+  return step_of_param<Algorithm, BFloat16>(seg, s, maps, begin, end);
 }
 
 // Copies elements begin .. end - 1 of a segment's parameter: the nearest to floats, or bfloat16 as

@@ -101,7 +101,7 @@ __device__ void for_param(const Segment& seg, Body body) {
   } else if (seg.correction) {
     body(OwnParam<CorrectedBFloat16>());
   } else {
-    body(OwnParam<BFloat16<false>>());
+    body(OwnParam<BFloat16>());
   }
 }
 

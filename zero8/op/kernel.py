@@ -43,9 +43,6 @@ COPY_DTYPES = {
 
 logger = logging.getLogger("zero8")
 
-_EXCHANGE_API = "__dlpack_c_exchange_api__"
-"""The attribute of torch's class of tensors by which the op looks at many of them."""
-
 
 @lru_cache(maxsize=1)
 def module() -> ModuleType:
@@ -222,13 +219,13 @@ def described(objects: list[Tensor | float]) -> np.ndarray:
     and `WITHOUT_MEMORY` for sparse tensors and the like; `contents` is of int64 tensors in host
     memory of at most `MAX_HASHED` elements, and 0 of others.  Numbers are contiguous and else 0.
     """
-    records, api = np.empty(len(objects), TENSOR), getattr(Tensor, _EXCHANGE_API, None)
+    records = np.empty(len(objects), TENSOR)
+    api = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if api is None or not module().describe(api, Tensor, objects, records):
         lowest, beyond = TESTED["torch"]
         raise RuntimeError(
-            f"got torch {torch.__version__}, whose DLPack interface ({_EXCHANGE_API}) zero8 does "
-            f"not know, expected one from {lowest} to below {beyond}: "
-            f"pip install 'torch>={lowest},<{beyond}'"
+            f"got torch {torch.__version__}, whose DLPack interface zero8 does not know, expected "
+            f"one from {lowest} to below {beyond}: pip install 'torch>={lowest},<{beyond}'"
         )
     return records
 
@@ -241,14 +238,15 @@ def addresses_if_same(
     `before` is the earlier result of `described`.  None also if one of the first has elements and
     no memory.  One by one, this would take longer than the step of a small parameter.
     """
-    if len(objects) != len(before):
-        return None
     now = described(objects)
+    if len(now) != len(before):
+        return None
     first = now[:num_addresses]
     addresses = first["data"].copy()
-    has_lost_memory = bool(((addresses == 0) & (first["numel"] > 0)).any())
+    if ((addresses == 0) & (first["numel"] > 0)).any():  # it has lost its memory
+        return None
     first["data"] = before["data"][:num_addresses]
-    return addresses if not has_lost_memory and now.tobytes() == before.tobytes() else None
+    return addresses if now.tobytes() == before.tobytes() else None
 
 
 def first_blocks(records: np.ndarray, num_scalars: int) -> np.ndarray:
