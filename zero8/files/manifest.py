@@ -11,7 +11,6 @@ file outside the folder is read, and no link in it is followed.
 
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -109,22 +108,22 @@ class Manifest:
                 raise ValueError(f"{what}; use a newer zero8")
             files = tuple(File(**entry) for entry in found["files"])
             manifest = cls(found["sequence"], found["world_size"], files)
+            if manifest.text().encode() != data:  # compares the hash, the order and all spaces
+                raise ValueError("damaged, its text does not match its hash")
+            manifest._check_values()
         except (LookupError, TypeError, RecursionError, json.JSONDecodeError) as error:
             raise ValueError(f"damaged, not a manifest in JSON: {str(error)[:200]}") from error
-        if manifest.text().encode() != data:  # compares the hash, the order and all spaces
-            raise ValueError("damaged, its text does not match its hash")
-        manifest._check_values()
         return manifest
 
     def _check_values(self) -> None:
-        _check_integer("sequence", self.sequence, 1)
-        _check_integer("world_size", self.world_size, 0)
+        """Raise ValueError for values that no save writes, whatever the hash says."""
+        ranks = range(max(1, self.world_size))
+        if type(self.sequence) is not int or self.sequence < 1 or self.world_size < 0:
+            raise ValueError(f"damaged, got sequence {self.sequence}, world size {self.world_size}")
         for file in self.files:
             _check_path(file.path)
-            _check_integer("size_bytes", file.size_bytes, 0)
-            _check_integer("rank", file.rank, 0, max(0, self.world_size - 1))
-            if not isinstance(file.hash, str) or not _HASH.fullmatch(file.hash):
-                raise ValueError(f"damaged, got hash {str(file.hash)[:80]!r}")
+            if file.size_bytes < 0 or file.rank not in ranks or not _HASH.fullmatch(file.hash):
+                raise ValueError(f"damaged, got {str(file)[:200]}")
         if len({file.path for file in self.files}) < len(self.files):
             raise ValueError("damaged, names a file twice")
 
@@ -245,10 +244,3 @@ def _check_path(path: object) -> None:
     is_path = not leads_out(path) and PurePosixPath(path).as_posix() == path
     if not is_path or path in (MANIFEST, MARKER):
         raise ValueError(f"got path {path[:80]!r}, expected one inside the folder")
-
-
-def _check_integer(name: str, value: object, smallest: int, largest: float = math.inf) -> None:
-    if type(value) is not int or not smallest <= value <= largest:
-        raise ValueError(
-            f"damaged, got {name} {str(value)[:80]}, expected one from {smallest} to {largest}"
-        )

@@ -4,7 +4,7 @@
 import torch
 from torch import Tensor
 
-from zero8.spec.codec import MomentCode, has_zero
+from zero8.spec.codec import MomentCode
 from zero8.spec.fp8 import Fp8Code
 from zero8.spec.log import SignedLogCode
 from zero8.state.store import CHUNK_NUMEL, MomentStore
@@ -30,13 +30,11 @@ def saturated(code: MomentCode, counts: Tensor) -> dict[str, float]:
     those of the smallest magnitude but 0, to which v rounds smaller values up.
     """
     order = order_of_codes(code)
-    zero = int((order == code.zero_code).nonzero()) if has_zero(code) else -1
-    is_two_sided = code.signed and has_zero(code)
-    top = order[[0, -1]] if is_two_sided else order[[-1]]
-    floor = order[[zero - 1, zero + 1]] if is_two_sided else order[[zero + 1]]
+    size = _values_of(code, order).abs()
     total = max(1, int(counts.sum()))
     return {
-        name: int(counts[c].sum()) / total for name, c in (("at_top", top), ("at_floor", floor))
+        name: int(counts[order[size == end]].sum()) / total
+        for name, end in (("at_top", size.max()), ("at_floor", size[size > 0].min()))
     }
 
 
@@ -72,7 +70,12 @@ def order_of_codes(code: MomentCode) -> Tensor:
     codes = torch.arange(1 << code.bits, dtype=torch.uint8, device="cpu")
     if isinstance(code, SignedLogCode | Fp8Code):
         codes = codes[[int(c) not in (*code.unused, NEGATIVE_ZERO) for c in codes]]
+    return codes[_values_of(code, codes).argsort(stable=True)].to(torch.int64)
+
+
+def _values_of(code: MomentCode, codes: Tensor) -> Tensor:
+    """Return what codes decode to in one block, in which all values differ."""
     scale = torch.ones((len(codes), *code.scale_shape), dtype=torch.float32, device="cpu")
     if code.scale_shape:  # v in `log`: the largest value, and the width of a code
         scale[:, 1] = 2.0**20
-    return codes.to(torch.int64)[code.decode(codes, scale, 1.0).argsort(stable=True)]
+    return code.decode(codes.to(torch.uint8), scale, 1.0)

@@ -33,11 +33,6 @@ MODEL_FILES = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_sta
 DEEPSPEED_VERSION = "0.19.8"
 """The version of DeepSpeed whose layout this is."""
 _DYNAMIC_SCALER = "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"
-_SCALER_OPTIONS = (
-    *("scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis"),
-    *("raise_error_at_min_scale", "dtype"),
-)
-_SCALER_PROGRESS = "cur_iter", "last_overflow_iter", "cur_hysteresis"
 
 
 def write_universal(contents: Contents, path: Path) -> None:
@@ -102,9 +97,8 @@ def _scaling(found: dict) -> dict:
         return rest
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-    state = scaler.state
-    made = DynamicLossScaler(init_scale=state["cur_scale"], **_only(state, _SCALER_OPTIONS))
-    vars(made).update(_only(state, _SCALER_PROGRESS))
+    made = DynamicLossScaler.__new__(DynamicLossScaler)  # as pickle makes it
+    vars(made).update(scaler.state)
     return rest | {"loss_scaler": made}
 
 
@@ -119,10 +113,6 @@ def _shapes(contents: Contents) -> list[dict[str, torch.Size]] | None:
         {name: torch.Size(contents.parameters[name].shape) for name in group["params"]}
         for group in contents.groups
     ]
-
-
-def _only(found: dict, keys: tuple[str, ...]) -> dict:
-    return {key: found[key] for key in keys if key in found}
 
 
 def _write_run(contents: Contents, step: int, folder: Path) -> None:
