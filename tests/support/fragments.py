@@ -11,5 +11,4 @@ from zero8.checkpoint.read.source import Source
 def fragments_in(checkpoint: Path | Source) -> list[Fragment]:
     """Return the fragments of all parameters; raises ValueError for files that are damaged."""
     source = checkpoint if isinstance(checkpoint, Source) else open_checkpoint(Path(checkpoint))
-    source.check()
     return [fragment for name in source.names for fragment in source.fragments(name)]

@@ -53,7 +53,6 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
 
 def count(source: Source) -> list[Counted]:
     """Return the counts of each parameter, by name."""
-    source.check()
 
     def counted(name: str) -> Counted:
         return _counted(joined(source.fragments(name), with_weights=False))

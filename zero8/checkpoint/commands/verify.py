@@ -71,7 +71,7 @@ def _contents(source: Source) -> list[str]:
         return ""
 
     found = in_threads("contents", source.names, check)
-    return source.damages + [problem for _, problem in found if problem]
+    return [problem for _, problem in found if problem]
 
 
 def _text(result: dict) -> str:

@@ -91,7 +91,6 @@ def read(source: Source, empty: Empty, decoded: bool, release: Callable[[], None
 
     Raises ValueError if something is missing, there twice, or does not fit together.
     """
-    source.check()
     parameters = {}
     for name in tqdm(source.names, desc="read", unit="parameter", disable=None):
         parameters[name] = joined(source.fragments(name), empty, decoded=decoded)

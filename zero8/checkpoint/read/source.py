@@ -36,7 +36,6 @@ class Source:
             weights are in fragments may have lower precision here.
         world_size: the number of ranks that wrote it, if known.
         stage: ZeRO's stage, if known.
-        damages: an error for each file that cannot be read; its fragments are left out.
         tied: the further names of shared parameters, with their first names, if saved.
         run: the progress of the run and what its script saved, under DeepSpeed's names.
         scaling: the state of loss scaling and clipping, under DeepSpeed's names.
@@ -51,17 +50,9 @@ class Source:
     tensors: dict[str, Callable[[], Tensor]]
     world_size: int | None = None
     stage: int | None = None
-    damages: list[str] = field(default_factory=list)
     tied: dict[str, str] = field(default_factory=dict)
     run: dict = field(default_factory=dict)
     scaling: dict = field(default_factory=dict)
-
-    def check(self, most: int = 5) -> None:
-        """Raise ValueError if there are `damages`."""
-        if self.damages:
-            num_more = len(self.damages) - most
-            more = [f"and {num_more} more"] if num_more > 0 else []
-            raise ValueError("; ".join(self.damages[:most] + more))
 
 
 def in_threads(

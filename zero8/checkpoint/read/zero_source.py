@@ -43,22 +43,15 @@ def read_zero(folder: Path) -> Source:
     models = _model_states(folder)
     model = models[0] if models else {}
 
-    def fragments_of(file: Path) -> list[Fragment] | str:
-        try:
+    def fragments_of(file: Path) -> list[Fragment]:
+        with damage_in(file):
             return list(_fragments_in(file, folder))
-        except (ValueError, OSError) as error:
-            return str(error) if str(file) in str(error) else f"{file}: {error}"
 
     fragments: dict[str, list[Fragment]] = {}
-    damages = []
     for _, found in in_threads("read", files, fragments_of):
-        if isinstance(found, str):
-            damages.append(found)
-            continue
         for fragment in found:
             fragments.setdefault(fragment.name, []).append(fragment)
-    # What is the same on all ranks is read from the first one's file.
-    zero = {} if damages else _zero(files[0], folder)
+    zero = _zero(files[0], folder)  # of what is the same on all ranks
     return Source(
         kind="zero",
         path=folder,
@@ -69,7 +62,6 @@ def read_zero(folder: Path) -> Source:
         tensors=_tensors(folder, models),
         world_size=1 + max(rank for _, rank in map(_ranks, files)),
         stage=_stage(zero.get("zero_stage")),
-        damages=damages,
         tied=model.get("shared_params") or {},
         run={key: value for key, value in model.items() if key not in _LAYOUT},
         scaling={key: zero[key] for key in _SCALING if key in zero},
@@ -101,12 +93,10 @@ def _zero(file: Path, folder: Path) -> dict:
 def _fragments_in(file: Path, folder: Path) -> Iterator[Fragment]:
     """Yield the fragments of a file of states."""
     zero = _zero(file, folder)
-    with damage_in(file):
-        all_weights = _first(zero, MASTERS, file)
-        states = _first(zero, _STATES, file)["state"]
-        pairs = [(states[n], w) for n, w in enumerate(all_weights) if states.get(n)]
-    for state, weights in pairs:
-        yield from _of_partition(file, state, weights)
+    states = _first(zero, _STATES, file)["state"]
+    for number, weights in enumerate(_first(zero, MASTERS, file)):
+        if state := states.get(number):
+            yield from _of_partition(file, state, weights)
 
 
 def _groups(file: Path, zero: dict, model: dict) -> list[dict]:
@@ -140,7 +130,7 @@ def _tensors(folder: Path, models: list[dict]) -> dict[str, Callable[[], Tensor]
         if name in frozen:
             found[name] = partial(_frozen, folder, name, torch.Size(frozen[name]), models)
         elif isinstance(values, Tensor) and (values.numel() or name in buffers):
-            found[name] = partial(_itself, values)
+            found[name] = values.detach
     return found
 
 
@@ -160,16 +150,15 @@ def _frozen(folder: Path, name: str, shape: torch.Size, models: list[dict]) -> T
 
 def _of_partition(file: Path, state: dict, weights: object) -> Iterator[Fragment]:
     """Yield the fragments of a partition, one per piece of its segment table."""
-    with damage_in(file):
-        state = with_moments(state)
-        stores = _stores(state)
-        step = checked_step(state)
-        memory = checked_memory(algorithm_called(stores[0].rule.algorithm), state)
-        table = stores[0].table
-        weights = _checked_weights(weights, table)
-        correction = state.get("param_correction")
-        if correction is not None:
-            check_entry("param_correction", correction, table.numel, [torch.int8])
+    state = with_moments(state)
+    stores = _stores(state)
+    step = checked_step(state)
+    memory = checked_memory(algorithm_called(stores[0].rule.algorithm), state)
+    table = stores[0].table
+    weights = _checked_weights(weights, table)
+    correction = state.get("param_correction")
+    if correction is not None:
+        check_entry("param_correction", correction, table.numel, [torch.int8])
     model, _ = _ranks(file)
     part = f"mp_rank_{model:02d}/" if model else ""
     for number, piece in enumerate(table.pieces):
@@ -196,10 +185,6 @@ def _checked_weights(weights: object, table: PieceTable) -> Tensor | None:
             "padding"
         )
     return weights.view(-1)
-
-
-def _itself(values: Tensor) -> Tensor:
-    return values
 
 
 def _stores(state: dict) -> list[MomentStore]:
