@@ -72,15 +72,18 @@ void encode_block(const Segment& seg, int k, const Block& b, const BlockValues& 
   if constexpr (Code::kBits != 8) Units<Code>::pack_block(seg, b, codes, moment.values);
 }
 
-// The functions of one code, and whether BlockValues::takes_other_levels makes a difference.
+// The functions of one code, the scales of a block, and whether BlockValues::takes_other_levels
+// makes a difference.
 struct BlockCode {
   bool (*decode)(const Segment&, int k, const Block&, float gain, const CodecMaps&, float* x);
   void (*encode)(const Segment&, int k, const Block&, const BlockValues&, const CodecMaps&,
                  Vec::I magnitudes);
+  int num_scales;
   bool has_other_levels;
 };
 template <class Code>
-constexpr BlockCode kBlockCode = {decode_block<Code>, encode_block<Code>, kHasTwoLevels<Code>};
+constexpr BlockCode kBlockCode = {decode_block<Code>, encode_block<Code>, Code::kScales,
+                                  kHasTwoLevels<Code>};
 
 // That of moment k of an algorithm in a codec other than kFloat32.
 template <class Algorithm>

@@ -19,21 +19,17 @@ struct Coded {
   const Segment& seg;
   const CodecMaps& maps;
   BlockCode code;
-  int num_scales;  // of a block
 
   template <class Kind>
   Coded(Kind, const Segment& segment, const CodecMaps& all_maps)
-      : seg(segment), maps(all_maps), code(block_code<Kind>(segment.moments[0].codec, 0)) {
-    const CodecSize size = size_of_codec(segment.moments[0].codec);
-    num_scales = is_signed<Kind>(0) ? size.scales_of_signed : size.scales_of_unsigned;
-  }
-  float* scales(const Block& b) const { return seg.moments[0].scales + b.local * num_scales; }
+      : seg(segment), maps(all_maps), code(block_code<Kind>(segment.moments[0].codec, 0)) {}
+  float* scales(const Block& b) const { return seg.moments[0].scales + b.local * code.num_scales; }
 
   // NaN where a scale is not finite.
   void decode(const Block& b, float* x) const {
     code.decode(seg, 0, b, 1.0f, maps, x);
     bool is_finite = true;
-    for (int i = 0; i < num_scales; ++i) {
+    for (int i = 0; i < code.num_scales; ++i) {
       is_finite &= (bits_of(scales(b)[i]) & ~kSignBit) < kInfinityBits;
     }
     for (int i = 0; i < b.count && !is_finite; ++i) x[i] = __builtin_nanf("");
@@ -89,7 +85,7 @@ int64_t write_blocks(const Segment& seg, const StepScalars&, const CodecMaps& ma
   constexpr bool kSigned = is_signed<Kind>(0);
   const Coded moment(Kind(), seg, maps);
   // `log` stores the pattern of an unsigned block's largest value, other scales saturate.
-  const bool saturates = kSigned || moment.num_scales == 1;
+  const bool saturates = kSigned || moment.code.num_scales == 1;
   const uint32_t largest = saturates ? bits_of(kSaturation) : kInfinityBits;
   alignas(64) float x[kMaxBlockSize + Vec::kLanes];
   BlockWalk walk(seg, begin);
@@ -108,7 +104,7 @@ int64_t write_blocks(const Segment& seg, const StepScalars&, const CodecMaps& ma
       moment.encode(b, magnitudes, x, true);
       if (!moment.holds(b, x)) moment.encode(b, magnitudes, x);
     }
-    for (int i = 0; i < moment.num_scales && !are_valid; ++i) {
+    for (int i = 0; i < moment.code.num_scales && !are_valid; ++i) {
       moment.scales(b)[i] = __builtin_nanf("");
     }
   }
