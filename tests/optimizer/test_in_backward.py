@@ -196,8 +196,8 @@ def test_in_backward_removed_steps_as_usual_and_clips():
     assert_same((model, optimizer), (other_model, other))
 
 
-def test_in_backward_group_that_joins_and_a_load_are_followed():
-    """The new group from the next backward on; the loaded learning rate from the next step on."""
+def test_in_backward_groups_that_change_and_a_load_are_followed():
+    """New and changed groups from the next backward on; a loaded rate from the next step on."""
     runs = in_backward()[:2], after_backward()
     for model, optimizer in runs:
         train(model, optimizer, 1)
@@ -205,10 +205,13 @@ def test_in_backward_group_that_joins_and_a_load_are_followed():
         model.append(nn.Linear(128, 128))
         optimizer.add_param_group({"params": list(model[4].named_parameters("4")), "lr": 0.05})
         train(model, optimizer, 2, start=1)
+        first, second = (group["params"] for group in optimizer.param_groups)
+        second.insert(0, first.pop(0))
+        train(model, optimizer, 1, start=3)
         saved = optimizer.state_dict()
         saved["param_groups"][0]["lr"] = 0.002
         optimizer.load_state_dict(saved)
-        train(model, optimizer, 2, start=3)
+        train(model, optimizer, 2, start=4)
     assert_same(*runs)
 
 

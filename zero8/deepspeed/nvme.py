@@ -14,7 +14,7 @@ their full sizes, before the first step.  A disk that fails later ends the proce
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,10 +28,16 @@ from zero8.environment.agree import raise_together
 from zero8.files.scratch import mapped_tensor
 from zero8.state.tell import tell_once
 
-_folders: "WeakKeyDictionary[Any, Path]" = WeakKeyDictionary()
-"""By optimizer of ZeRO-3 on a disk, the folder of its files."""
-_streams: "WeakKeyDictionary[Any, Stream]" = WeakKeyDictionary()
-"""By the same, what reads and writes these files."""
+
+class Disk(NamedTuple):
+    """The folder of an optimizer's files, and what reads and writes them."""
+
+    folder: Path
+    stream: Stream
+
+
+_disks: "WeakKeyDictionary[Any, Disk]" = WeakKeyDictionary()
+"""By optimizer of ZeRO-3 on a disk."""
 _homes = WeakTensorKeyDictionary()
 """By partition, its tensor in a file, and the folder of the file."""
 _SWAPS = "master weights and states would be swapped as floats"
@@ -45,8 +51,7 @@ def configure(original: Callable, zero: Any, offload_optimizer_config: Any, *arg
     original(zero, offload_optimizer_config, *args)
     if zero.swap_optimizer:
         zero.swap_optimizer = False
-        _folders[zero] = Path(offload_optimizer_config.nvme_path)
-        _streams[zero] = Stream()
+        _disks[zero] = Disk(Path(offload_optimizer_config.nvme_path), Stream())
 
 
 def make_masters(zero: Any, original: Callable) -> None:
@@ -54,7 +59,7 @@ def make_masters(zero: Any, original: Callable) -> None:
 
     Raises OSError on all ranks, if the disk of one has no room.
     """
-    if zero not in _folders:
+    if zero not in _disks:
         original(zero)
         return
     zero.subgroup_to_device = dict.fromkeys(range(len(zero.fp16_groups)), "cpu")
@@ -64,16 +69,17 @@ def make_masters(zero: Any, original: Callable) -> None:
 
 
 def _make_masters(zero: Any) -> None:
-    _folders[zero].mkdir(parents=True, exist_ok=True)
+    folder = _disks[zero].folder
+    folder.mkdir(parents=True, exist_ok=True)
     for number, weights in enumerate(zero.fp16_partitioned_groups_flat):
         numel = zero.fp16_partitioned_groups_flat_numel[number]
-        home = mapped_tensor(_folders[zero], (numel,), zero.master_weights_and_grads_dtype)
+        home = mapped_tensor(folder, (numel,), zero.master_weights_and_grads_dtype)
         if weights is None:  # they are in files of `offload_param`
             zero._swap_in_sub_group_to_flat_buffer(home, number)
         else:
             home.copy_(weights)
         p = home.detach().requires_grad_()
-        _homes[p] = home, _folders[zero]
+        _homes[p] = home, folder
         zero.fp32_partitioned_groups_flat.append(p)
 
 
@@ -93,7 +99,7 @@ def is_on_disk(p: Tensor) -> bool:
 @seam(STAGE3, "initialize_optimizer_states", "gradients that are replaced would be page-locked")
 def initialize(original: Callable, zero: Any) -> None:
     """Have DeepSpeed make gradients that take no memory until they are replaced."""
-    locks = zero.offload_optimizer_pin_memory and zero not in _folders
+    locks = zero.offload_optimizer_pin_memory and zero not in _disks
     with replaced(zero, "offload_optimizer_pin_memory", locks):
         original(zero)
 
@@ -108,11 +114,11 @@ def initialize(original: Callable, zero: Any) -> None:
 def make_states(original: Callable, engine: Any, optimizer: Any) -> Any:
     """Make all states on a disk, so that a full one raises OSError on all ranks before a step."""
     zero = original(engine, optimizer)
-    if zero in _folders:
+    if zero in _disks:
         if numbers.rank() == 0:
             tell_once(
-                f"zero8: the optimizer is in files in {_folders[zero]}; aio, buffer_count and the "
-                "pipelines of DeepSpeed's swappers have no effect"
+                f"zero8: the optimizer is in files in {_disks[zero].folder}; aio, buffer_count "
+                "and the pipelines of DeepSpeed's swappers have no effect"
             )
         _on_all(partial(_make_states, zero), "optimizer states")
     return zero
@@ -147,20 +153,20 @@ _FAULTS = "a step would wait for the disk at every page"
 @seam(STAGE3, "_prepare_sub_group", _FAULTS)
 def prepare(original: Callable, zero: Any, sub_group_id: int, *args: Any) -> None:
     """Have a sub-group in memory, and begin to read the next one."""
-    if zero in _streams:
+    if disk := _disks.get(zero):
         partitions = zero.fp32_partitioned_groups_flat[sub_group_id : sub_group_id + 2]
         here, *after = [SubGroup(p, _homes[p][0], zero.optimizer.state[p]) for p in partitions]
-        _streams[zero].take(sub_group_id, here)
+        disk.stream.take(sub_group_id, here)
         for sub_group in after:
-            _streams[zero].read_ahead(sub_group_id + 1, sub_group)
+            disk.stream.read_ahead(sub_group_id + 1, sub_group)
     original(zero, sub_group_id, *args)
 
 
 @seam(STAGE3, "_release_sub_group", _FAULTS)
 def release(original: Callable, zero: Any, sub_group_id: int, *args: Any) -> None:
     """Begin to write a sub-group."""
-    if zero in _streams:
-        _streams[zero].give_back(sub_group_id)
+    if disk := _disks.get(zero):
+        disk.stream.give_back(sub_group_id)
     original(zero, sub_group_id, *args)
 
 
@@ -168,6 +174,6 @@ def release(original: Callable, zero: Any, sub_group_id: int, *args: Any) -> Non
 @seam(STAGE3, "backward_prologue", "what was read for a step that has failed would be stale")
 def wait(original: Callable, zero: Any) -> None:
     """Wait for all transfers at the end of a step, and after one that has failed."""
-    if zero in _streams:
-        _streams[zero].wait()
+    if disk := _disks.get(zero):
+        disk.stream.wait()
     original(zero)

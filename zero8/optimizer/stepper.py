@@ -68,6 +68,8 @@ class Stepper:
         self._entries: dict[int, Entry] = {}  # by the parameter's id
         # By the first parameter's id: ZeRO-3 steps one sub-group after the other.
         self._plans: dict[int, Plan] = {}
+        # By the parameter's id, the numbers of its group and of it in there, when it last stepped.
+        self._places: dict[int, tuple[int, int]] = {}
 
     def forget_records(self) -> None:
         """Take the states as new ones: they have been replaced as a whole."""
@@ -92,11 +94,26 @@ class Stepper:
 
     def step_one(self, p: Tensor, grad: Tensor) -> None:
         """Take the step of one parameter with a gradient that it may no longer have."""
-        groups = self._optimizer.param_groups
-        group = next(group for group in groups if any(one is p for one in group["params"]))
         value, state = values_of(p), self._optimizer.state[p]
-        batch = Batch([(group, 1)], [p], [value], [local_grad(p, grad)], [state])
+        batch = Batch([(self._group_of(p), 1)], [p], [value], [local_grad(p, grad)], [state])
         self.step_batch(batch, self.factor)
+
+    def _group_of(self, p: Tensor) -> Group:
+        """Return the group of a parameter; a script may move it from group to group.
+
+        A search for each parameter of thousands would take longer than their steps.
+        """
+        groups = self._optimizer.param_groups
+        number, place = self._places.get(id(p), (0, 0))
+        there = [group["params"][place : place + 1] for group in groups[number : number + 1]]
+        if not any(one is p for params in there for one in params):
+            self._places = {
+                id(one): (number, place)
+                for number, group in enumerate(groups)
+                for place, one in enumerate(group["params"])
+            }
+            number, _ = self._places[id(p)]
+        return groups[number]
 
     def step_batch(
         self, batch: Batch, factor: GradFactor, groups: Iterable[Group] | None = None

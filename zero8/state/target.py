@@ -19,12 +19,7 @@ from zero8.state.entries import codes_key, is_of_fp32
 from zero8.state.extent import Extent
 from zero8.state.header import Entries, StateHeader
 from zero8.state.memory import checked_memory, new_memory, unknown_memory
-from zero8.state.plain import (
-    checked_step,
-    dense_part,
-    float32_form,
-    stores_of,
-)
+from zero8.state.plain import checked_step, dense_part, float32_form, stores_of
 from zero8.state.store import MomentStore
 from zero8.state.table import Piece
 from zero8.state.tell import tell_of_reencoding
