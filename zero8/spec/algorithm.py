@@ -2,13 +2,17 @@
 """The contract of an algorithm with states, kernels and optimizers."""
 
 from abc import ABC, abstractmethod
+from collections import namedtuple
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+import numpy as np
 from torch import Tensor
 
+from zero8.spec.log import settling
 from zero8.spec.options import check_option
 from zero8.spec.shown import shown
 
@@ -16,12 +20,13 @@ Group = Mapping[str, Any]
 """A parameter group of an optimizer."""
 
 Scalars: TypeAlias = Any
-"""The scalars of one step: a NamedTuple with the fields of csrc/algorithms.h, in its order.
+"""The scalars of one step: a named tuple with the fields of csrc/algorithms.h, in its order.
 
 Their values are computed in double and rounded to float32.  Kernels see the step count and the
-hyperparameters only through them, so every kernel and the reference agree bit for bit.  All
-algorithms have `l2`, which is 0 where decay is decoupled; `grad_sign`, -1 to ascend; and
-`grad_factor`, by which gradients are multiplied before anything else.
+hyperparameters only through them, so every kernel and the reference agree bit for bit.  After
+those of the algorithm all have `decay`, by which weights are multiplied; `l2`, which is 0 where
+decay is decoupled; `grad_sign`, -1 to ascend; and `grad_factor`, by which gradients are multiplied
+before anything else.
 """
 
 
@@ -66,7 +71,6 @@ class Algorithm(ABC):
     step_if_unknown: int | None = None  # of fp32 states that lack it; None if they must have it
     # Further settings in groups of fp32 optimizers, so that these can load our state dicts.
     fp32_options: Mapping[str, Any] = MappingProxyType({})
-    scalars_type: type[Any]  # a NamedTuple with the fields of csrc/algorithms.h
     is_of_matrices: bool = False  # whether an update depends on the whole matrix: muon_step.py
 
     @property
@@ -87,7 +91,13 @@ class Algorithm(ABC):
         """Return a parameter's remembered numbers after step number `step`."""
         return memory
 
-    @abstractmethod
+    @cached_property
+    def scalars_type(self) -> Any:
+        """The class of this algorithm's scalars."""
+        memory = (0.0,) * len(self.memory)
+        names = list(self._exact(1, memory, self.options, True))
+        return namedtuple(f"{type(self).__name__}Scalars", names)
+
     def scalars(
         self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool
     ) -> Scalars:
@@ -96,6 +106,30 @@ class Algorithm(ABC):
         `memory` are the remembered numbers after this step, `bias_correction` says whether to
         correct the bias of the moments toward 0.
         """
+        exact = self._exact(step, memory, group, bias_correction)
+        return self.scalars_type(*np.array(list(exact.values()), np.float32).tolist())
+
+    def _exact(
+        self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool
+    ) -> dict[str, float]:
+        exact = self.own_scalars(step, memory, group, bias_correction)
+        lr, decay = float(group["lr"]), group["weight_decay"]
+        is_decoupled = (
+            "decoupled_weight_decay" not in self.options or group["decoupled_weight_decay"]
+        )
+        exact["decay"] = 1 - lr * decay if is_decoupled else 1.0
+        exact["l2"] = 0.0 if is_decoupled else decay
+        exact["grad_sign"] = -1.0 if group["maximize"] else 1.0
+        for rule in self.moments:
+            if rule.settling is not None and rule.decay is not None:
+                exact[rule.settling] = settling(exact[rule.decay])
+        return exact | {"grad_factor": 1.0}
+
+    @abstractmethod
+    def own_scalars(
+        self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool
+    ) -> dict[str, float]:
+        """Return the scalars that only this algorithm has, in double; see `scalars`."""
 
     @abstractmethod
     def step(
