@@ -40,10 +40,10 @@ from zero8.spec.algorithm import MomentRule
 from zero8.spec.dynamic import DynamicCode
 from zero8.spec.fp8 import Fp8Code
 from zero8.spec.linear4 import Linear4Code
-from zero8.spec.log import DitheredLogCode, LogCode, SignedLogCode
+from zero8.spec.log import LogCode, SignedLogCode
 from zero8.spec.shown import shown
 
-MomentCode = SignedLogCode | DitheredLogCode | LogCode | DynamicCode | Fp8Code | Linear4Code
+MomentCode = SignedLogCode | LogCode | DynamicCode | Fp8Code | Linear4Code
 """A code of moments.
 
 `scales` returns those of blocks, `encode` the codes of flushed float32 values, and `decode` the
@@ -82,8 +82,8 @@ CODECS = {
     codec.name: codec
     for codec in (
         Codec("dynamic", 1, DynamicCode(True), DynamicCode(True), DynamicCode(False)),
-        Codec("log", 4, SignedLogCode(), DitheredLogCode(), LogCode()),
-        Codec("log6", 6, SignedLogCode(6), DitheredLogCode(6), LogCode(6)),
+        Codec("log", 4, SignedLogCode(), SignedLogCode(is_dithered=True), LogCode()),
+        Codec("log6", 6, SignedLogCode(6), SignedLogCode(6, is_dithered=True), LogCode(6)),
         Codec("linear4", 7, Linear4Code(True), Linear4Code(True), Linear4Code(False)),
         Codec("fp8", 5, Fp8Code(True), Fp8Code(True), Fp8Code(False)),
     )
@@ -130,7 +130,7 @@ def quantize(
     """
     x = ieee.flush(x)
     scales = code.scales(x, block, num_blocks)
-    if settling is None and type(code) is SignedLogCode:
+    if settling is None and isinstance(code, SignedLogCode) and not code.is_dithered:
         scales = code.kept(x, scales, block)
     return code.encode(x, scales[block], dither, settling), scales
 
