@@ -34,10 +34,9 @@ def summary(plan: Plan) -> dict:
         "hardware": asdict(plan.hardware),
         "memory": [asdict(row) for row in rows_of(plan.model, plan.setup)],
     }
-    names, need = ("fp32_adam", "zero8"), needs(plan.model, plan.setup)
     steps = steps_of(plan.model, plan.setup, plan.hardware)
-    for name, one, step in zip(names, need, steps, strict=True):
-        result[name] = {"need": asdict(one), "step": asdict(step)}
+    for name, one, step in zip(("fp32_adam", "zero8"), plan.setup.twins, steps, strict=True):
+        result[name] = {"need": asdict(needs(plan.model, one)), "step": asdict(step)}
     if plan.there is not None:
         result["limits"] = asdict(plan.there)
         result["cases"] = [
@@ -50,7 +49,7 @@ def summary(plan: Plan) -> dict:
 def text(plan: Plan) -> str:
     """Return the plan as a table with its assumptions, and the verdict if there are limits."""
     lines = [*_memory_lines(plan), *_step_lines(plan)]
-    align, headers = ["left", "right", "right"], ["", *plan.setup.optimizers]
+    align, headers = ["left", "right", "right"], ["", *(one.optimizer for one in plan.setup.twins)]
     table = tabulate(lines, headers, disable_numparse=True, colalign=align)
     parts = [f"{plan.model.title}\n{plan.setup.describe()}", table, "\n".join(_remarks(plan))]
     return "\n\n".join(parts if plan.there is None else [*parts, _verdict(plan)])
@@ -93,7 +92,8 @@ def _remarks(plan: Plan) -> Iterator[str]:
     if steps_of(*plan[:3])[0].seconds is None:
         yield "Step time: not estimated on GPUs, for Muon and for INT8 weights."
     else:
-        cores, (fp32_ns, zero8_ns) = counted(hardware.cores, "core"), hardware.core_ns_of(setup)
+        fp32_ns, zero8_ns = map(hardware.core_ns_of, setup.twins)
+        cores = counted(hardware.cores, "core")
         yield f"Step time: for hosts of {cores} and {hardware.gb_per_s:g} GB/s."
         yield (
             f"One core takes {fp32_ns:.2f} ns/param for fp32 Adam, {zero8_ns:.2f} for zero8 "
