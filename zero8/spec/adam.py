@@ -17,11 +17,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from zero8.spec import arithmetic as ieee
-from zero8.spec.algorithm import Algorithm, Group, MomentRule, Remembered, Scalars
+from zero8.spec.algorithm import UNKNOWN, Algorithm, Group, MomentRule, Scalars
 from zero8.spec.options import SMALLEST_EPS
-
-UNKNOWN_HISTORY = 3.4e38
-"""Bound on m^2/v for moments of unknown origin."""
 
 
 class Adam(Algorithm):
@@ -35,7 +32,7 @@ class Adam(Algorithm):
         MomentRule("adam", "exp_avg", is_signed=True, decay="beta1", settling="settling"),
         MomentRule("adam", "exp_avg_sq", is_signed=False, decay="beta2"),
     )
-    memory = (Remembered("history", UNKNOWN_HISTORY),)
+    memory = ("history",)
     options = {
         "lr": 1e-3,
         "betas": (0.9, 0.999),
@@ -111,9 +108,9 @@ def next_history(history: float, beta1: float, beta2: float) -> float:
     """
     if beta2 == 0.0:
         # v remembers one gradient only: no bound unless m does too.
-        return 1.0 if beta1 == 0.0 else UNKNOWN_HISTORY
+        return 1.0 if beta1 == 0.0 else UNKNOWN
     grown = beta1**2 / beta2 * history + (1 - beta1) ** 2 / (1 - beta2)
-    return min(grown, UNKNOWN_HISTORY)
+    return min(grown, UNKNOWN)
 
 
 ADAM = Adam()

@@ -26,8 +26,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from zero8.spec import arithmetic as ieee
-from zero8.spec.adam import UNKNOWN_HISTORY, next_history, second_moment
-from zero8.spec.algorithm import Algorithm, Group, MomentRule, Remembered, Scalars
+from zero8.spec.adam import next_history, second_moment
+from zero8.spec.algorithm import Algorithm, Group, MomentRule, Scalars
 from zero8.spec.options import SMALLEST_EPS
 from zero8.spec.shown import shown
 
@@ -44,10 +44,7 @@ class Ademamix(Algorithm):
         MomentRule("ademamix", "exp_avg_slow", is_signed=True, decay="beta3"),
         MomentRule("ademamix", "exp_avg_sq", is_signed=False, decay="beta2"),
     )
-    memory = (
-        Remembered("history", UNKNOWN_HISTORY),
-        Remembered("history_slow", UNKNOWN_HISTORY),
-    )
+    memory = ("history", "history_slow")
     options = {
         "lr": 1e-3,
         "betas": (0.9, 0.999, 0.9999),

@@ -19,6 +19,9 @@ from zero8.spec.shown import shown
 Group = Mapping[str, Any]
 """A parameter group of an optimizer."""
 
+UNKNOWN = 3.4e38
+"""The largest remembered number, that of moments of unknown origin."""
+
 Scalars: TypeAlias = Any
 """The scalars of one step: a named tuple with the fields of csrc/algorithms.h, in its order.
 
@@ -48,14 +51,6 @@ class MomentRule:
         return self.settling is None
 
 
-@dataclass(frozen=True)
-class Remembered:
-    """A number that a state keeps from step to step beside its moments, 0 before the first one."""
-
-    name: str  # its entry in states
-    unknown: float  # its largest value, for moments of unknown origin
-
-
 class Algorithm(ABC):
     """An algorithm; `zero8.spec.algorithms` lists them."""
 
@@ -64,7 +59,8 @@ class Algorithm(ABC):
     class_name: str  # its optimizer class, for messages
     fp32_name: str  # the fp32 optimizers whose states it loads, for messages
     moments: tuple[MomentRule, ...]  # in the order of csrc/algorithms.h
-    memory: tuple[Remembered, ...] = ()  # the numbers kept per parameter
+    # The names of numbers that states keep beside moments, from 0 before the first step to UNKNOWN.
+    memory: tuple[str, ...] = ()
     options: Mapping[str, Any]  # the settings of a parameter group, with their defaults
     keywords: tuple[str, ...]  # of its optimizer, without those of every zero8 optimizer
     no_effect_keys: tuple[str, ...] = ()  # keywords elsewhere that select an implementation
