@@ -6,8 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from importlib import import_module
 
 import zero8
@@ -26,7 +25,7 @@ COMMANDS = {
     ),
     "bench": ("zero8.bench", "time a step here, beside DeepSpeed's and torch's"),
 }
-"""The module of each command, and what it does."""
+"""The module that adds a command's arguments, its function as `run` among them, and its use."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = _parser(words).parse_args(words)
     with extras.explained(arguments.program):
-        return arguments.run(arguments)
+        return _run(arguments)
 
 
 class _Command(argparse.ArgumentParser):
@@ -44,7 +43,7 @@ class _Command(argparse.ArgumentParser):
         """Parse as the base class does."""
         if not args and self._subparsers is not None:
             self.print_help(sys.stderr)
-            self.exit(extras.USAGE)
+            self.exit(extras.FAILED)
         self.set_defaults(program=self.prog)
         return super().parse_known_args(args, namespace)
 
@@ -61,15 +60,21 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
                 found = import_module(module)
             command.description = found.__doc__
             found.add_arguments(command)
-            command.set_defaults(run=partial(_with_result, found.run))
     return parser
 
 
-def _with_result(run: Callable, arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     """Run a command that returns its status, a JSON object and a text; print one of the two."""
     # DeepSpeed logs to stdout as soon as it is imported; our stdout must have only the result.
     with contextlib.redirect_stdout(sys.stderr):
-        status, result, text = run(arguments)
+        try:
+            status, result, text = arguments.run(arguments)
+        except (ValueError, OSError, MemoryError, RecursionError) as error:
+            problem = str(error)
+            if isinstance(error, MemoryError | RecursionError):
+                problem = f"{type(error).__name__}: this needs more memory or stack than there is"
+            status, result = extras.FAILED, {"error": problem}
+            text = f"{arguments.program}: {problem}"
     _print(json.dumps(result, indent=2) if arguments.json else text)
     return status
 
