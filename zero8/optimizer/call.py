@@ -18,7 +18,7 @@ from zero8.optimizer import widened
 from zero8.optimizer.batch import Batch
 from zero8.optimizer.entry import Entry
 from zero8.optimizer.nonfinite import Counts
-from zero8.spec.algorithm import Algorithm, Scalars
+from zero8.spec.algorithm import Algorithm
 from zero8.spec.buffers import check_buffer
 from zero8.spec.int8_rows import decoded
 from zero8.state.header import Entries
@@ -35,7 +35,7 @@ class NextStep(NamedTuple):
 
     number: int
     entries: Entries
-    scalars: Scalars
+    scalars: tuple[float, ...]
 
 
 How = Callable[["Call", Batch, np.ndarray], list[Counts]]

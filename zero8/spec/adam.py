@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zero8.spec import arithmetic as ieee
 from zero8.spec.algorithm import UNKNOWN, Algorithm, Group, MomentRule, Scalars
+from zero8.spec.log import settling
 from zero8.spec.options import SMALLEST_EPS
 
 
@@ -55,11 +56,12 @@ class Adam(Algorithm):
         betas = group["betas"]
         return (next_history(memory[0], float(betas[0]), float(betas[1])),)
 
-    def own_scalars(
+    def exact_scalars(
         self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool
     ) -> dict[str, float]:
         """See `Algorithm`; an `eps` of 0 stands for `SMALLEST_EPS`."""
         lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+        decay, is_decoupled = group["weight_decay"], group["decoupled_weight_decay"]
         correction1 = 1 - beta1**step if bias_correction else 1.0
         correction2 = 1 - beta2**step if bias_correction else 1.0
         # max_ratio bounds |m| / (sqrt(v)/sqrt(correction2) + eps) for exact moments, so clipping
@@ -75,6 +77,10 @@ class Adam(Algorithm):
             "eps": max(group["eps"], SMALLEST_EPS),
             "max_ratio": math.sqrt(memory[0] * correction2) * below,
             "step_size": lr / correction1,
+            "decay": 1 - lr * decay if is_decoupled else 1.0,
+            "l2": 0.0 if is_decoupled else decay,
+            "grad_sign": -1.0 if group["maximize"] else 1.0,
+            "settling": settling(beta1),
         }
 
     def step(

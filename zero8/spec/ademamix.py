@@ -28,6 +28,7 @@ from torch import Tensor
 from zero8.spec import arithmetic as ieee
 from zero8.spec.adam import next_history, second_moment
 from zero8.spec.algorithm import Algorithm, Group, MomentRule, Scalars
+from zero8.spec.log import settling
 from zero8.spec.options import SMALLEST_EPS
 from zero8.spec.shown import shown
 
@@ -73,7 +74,7 @@ class Ademamix(Algorithm):
         fast, slow = memory
         return next_history(fast, beta1, beta2), next_history(slow, beta3_at(step, group), beta2)
 
-    def own_scalars(
+    def exact_scalars(
         self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool
     ) -> dict[str, float]:
         """See `Algorithm`; the bias is always corrected."""
@@ -95,6 +96,10 @@ class Ademamix(Algorithm):
             "alpha": alpha,
             "max_ratio": (fast / correction1 + alpha * slow) * math.sqrt(correction2),
             "lr": lr,
+            "decay": 1 - lr * group["weight_decay"],
+            "l2": 0.0,
+            "grad_sign": -1.0 if group["maximize"] else 1.0,
+            "settling": settling(beta1),
         }
 
     def step(

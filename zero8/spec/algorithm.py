@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch import Tensor
 
-from zero8.spec.log import settling
 from zero8.spec.options import check_option
 from zero8.spec.shown import shown
 
@@ -87,45 +86,29 @@ class Algorithm(ABC):
         """Return a parameter's remembered numbers after step number `step`."""
         return memory
 
+    @abstractmethod
+    def exact_scalars(
+        self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool
+    ) -> dict[str, float]:
+        """Return the scalars of step number `step` (the first is 1), but `grad_factor`, in double.
+
+        `memory` are the remembered numbers after this step, `bias_correction` says whether to
+        correct the bias of the moments toward 0.
+        """
+
     @cached_property
     def scalars_type(self) -> Any:
         """The class of this algorithm's scalars."""
         memory = (0.0,) * len(self.memory)
-        names = list(self._exact(1, memory, self.options, True))
+        names = [*self.exact_scalars(1, memory, self.options, True), "grad_factor"]
         return namedtuple(f"{type(self).__name__}Scalars", names)
 
     def scalars(
         self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool
     ) -> Scalars:
-        """Return the scalars of step number `step` (the first is 1).
-
-        `memory` are the remembered numbers after this step, `bias_correction` says whether to
-        correct the bias of the moments toward 0.
-        """
-        exact = self._exact(step, memory, group, bias_correction)
-        return self.scalars_type(*np.array(list(exact.values()), np.float32).tolist())
-
-    def _exact(
-        self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool
-    ) -> dict[str, float]:
-        exact = self.own_scalars(step, memory, group, bias_correction)
-        lr, decay = float(group["lr"]), group["weight_decay"]
-        is_decoupled = (
-            "decoupled_weight_decay" not in self.options or group["decoupled_weight_decay"]
-        )
-        exact["decay"] = 1 - lr * decay if is_decoupled else 1.0
-        exact["l2"] = 0.0 if is_decoupled else decay
-        exact["grad_sign"] = -1.0 if group["maximize"] else 1.0
-        for rule in self.moments:
-            if rule.settling is not None and rule.decay is not None:
-                exact[rule.settling] = settling(exact[rule.decay])
-        return exact | {"grad_factor": 1.0}
-
-    @abstractmethod
-    def own_scalars(
-        self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool
-    ) -> dict[str, float]:
-        """Return the scalars that only this algorithm has, in double; see `scalars`."""
+        """Return the scalars of a step as kernels have them; see `exact_scalars`."""
+        exact = [*self.exact_scalars(step, memory, group, bias_correction).values(), 1.0]
+        return self.scalars_type(*np.array(exact, np.float32).tolist())
 
     @abstractmethod
     def step(

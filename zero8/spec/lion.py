@@ -30,7 +30,7 @@ class Lion(Algorithm):
     keywords = tuple(options)
     step_if_unknown = 0
 
-    def own_scalars(
+    def exact_scalars(
         self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool
     ) -> dict[str, float]:
         """See `Algorithm`; every step has the same scalars."""
@@ -41,6 +41,9 @@ class Lion(Algorithm):
             "one_minus_beta1": 1 - beta1,
             "one_minus_beta2": 1 - beta2,
             "lr": lr,
+            "decay": 1 - lr * group["weight_decay"],
+            "l2": 0.0,
+            "grad_sign": -1.0 if group["maximize"] else 1.0,
         }
 
     def step(

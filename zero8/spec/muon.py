@@ -98,17 +98,20 @@ class Muon(Sgd):
             if group[name] not in valid:
                 raise ValueError(f"{name}: got {shown(group[name])}, expected one of {list(valid)}")
 
-    def own_scalars(
+    def exact_scalars(
         self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool
     ) -> dict[str, float]:
         """See `Algorithm`; `lr` is not multiplied by the ratio yet."""
-        momentum, nesterov = group["momentum"], group["nesterov"]
+        lr, momentum, nesterov = float(group["lr"]), group["momentum"], group["nesterov"]
         return {
             "momentum": momentum,
             "grad_share": 1 - momentum,
             "update_of_moment": momentum if nesterov else 1.0,
             "update_of_grad": 1 - momentum if nesterov else 0.0,
-            "lr": float(group["lr"]),
+            "lr": lr,
+            "decay": 1 - lr * group["weight_decay"],
+            "l2": 0.0,
+            "grad_sign": -1.0 if group["maximize"] else 1.0,
         }
 
 

@@ -59,17 +59,21 @@ class Sgd(Algorithm):
                 f"nesterov: got true with a dampening of {shown(dampening)}, expected 0 beside it"
             )
 
-    def own_scalars(
+    def exact_scalars(
         self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool
     ) -> dict[str, float]:
         """See `Algorithm`; only the first step has other scalars than the rest."""
-        momentum, nesterov = group["momentum"], group["nesterov"]
+        lr, momentum, decay = float(group["lr"]), group["momentum"], group["weight_decay"]
+        is_decoupled, nesterov = group["decoupled_weight_decay"], group["nesterov"]
         return {
             "momentum": momentum,
             "grad_share": 1.0 if step == 1 else 1 - group["dampening"],
             "update_of_moment": momentum if nesterov else 1.0,
             "update_of_grad": 1.0 if nesterov else 0.0,
-            "lr": float(group["lr"]),
+            "lr": lr,
+            "decay": 1 - lr * decay if is_decoupled else 1.0,
+            "l2": 0.0 if is_decoupled else decay,
+            "grad_sign": -1.0 if group["maximize"] else 1.0,
         }
 
     def step(
