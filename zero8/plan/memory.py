@@ -38,11 +38,6 @@ def rows_of(model: Model, setup: Setup) -> list[Row]:
     return [Row(*key, *both) for key, both in rows.items() if any(both)]
 
 
-def rounding_of(model: Model, setup: Setup) -> int:
-    """Return what rounding adds to a rank's page-locked memory."""
-    return sum(num_bytes for _, what, num_bytes in _held(model, setup) if what == ROUNDING)
-
-
 def total(rows: list[Row], place: str) -> tuple[int, int]:
     """Return the bytes of a rank in a place, with an fp32 Adam and with zero8."""
     here = [row for row in rows if row.place == place]
