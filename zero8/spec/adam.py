@@ -30,7 +30,7 @@ class Adam(Algorithm):
     class_name = "Adam8bitBlockwise"
     fp32_name = "an fp32 Adam"
     moments = (
-        MomentRule("adam", "exp_avg", is_signed=True, decay="beta1", settling="settling"),
+        MomentRule("adam", "exp_avg", is_signed=True, decay="beta1", is_dithered=False),
         MomentRule("adam", "exp_avg_sq", is_signed=False, decay="beta2"),
     )
     memory = ("history",)

@@ -41,7 +41,7 @@ class Ademamix(Algorithm):
     class_name = "AdEMAMix8bitBlockwise"
     fp32_name = "an fp32 AdEMAMix"
     moments = (
-        MomentRule("ademamix", "exp_avg_fast", is_signed=True, decay="beta1", settling="settling"),
+        MomentRule("ademamix", "exp_avg_fast", is_signed=True, decay="beta1", is_dithered=False),
         MomentRule("ademamix", "exp_avg_slow", is_signed=True, decay="beta3"),
         MomentRule("ademamix", "exp_avg_sq", is_signed=False, decay="beta2"),
     )

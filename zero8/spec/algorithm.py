@@ -40,14 +40,9 @@ class MomentRule:
     name: str  # the moment's entry in states, such as `exp_avg`; also the stream of its dither
     is_signed: bool  # whether it can be negative
     decay: str | None = None  # the scalar that multiplies the moment when it is decoded
-    # The scalar that settles its codes, which are the nearest, or says that the dither rounds them
-    # (`zero8.spec.log`); None if it always does.
-    settling: str | None = None
-
-    @property
-    def is_dithered(self) -> bool:
-        """Whether codes that round by the dither do so for this moment."""
-        return self.settling is None
+    # Whether the dither always rounds its codes, where a codec has one; if not, the scalar
+    # `settling` settles them or says that it does (`zero8.spec.log`).
+    is_dithered: bool = True
 
 
 class Algorithm(ABC):
