@@ -47,6 +47,7 @@ class Contender(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
+    parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     help_text = f"parameters, a multiple of {COLUMNS}; default {NUMEL}"
     numel = partial(multiple, COLUMNS)

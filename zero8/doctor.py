@@ -25,6 +25,7 @@ from zero8.optimizer.elementwise import Adam8bitBlockwise
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
+    parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     help_text = "a DeepSpeed config, to look at what it does to this machine's memory"
     parser.add_argument("--ds-config", type=Path, metavar="JSON", help=help_text)

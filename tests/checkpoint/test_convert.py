@@ -44,7 +44,7 @@ from universal_cuts import check_within_half_a_code, decoded, joined
 
 from zero8 import Adam8bitBlockwise
 from zero8.files.inside import release
-from zero8.spec.adam import UNKNOWN_HISTORY
+from zero8.spec.algorithm import UNKNOWN
 from zero8.spec.grid import BlockGrid
 
 
@@ -101,7 +101,7 @@ def unconverted(forgets_history=False):
     saved = results(model, optimizer)
     for state in optimizer.state.values():
         if forgets_history:
-            state["history"] = UNKNOWN_HISTORY
+            state["history"] = UNKNOWN
     run(model, optimizer, SAVED_AFTER, STEPS)
     return saved, results(model, optimizer)
 

@@ -41,7 +41,8 @@ def test_fsdp2_step_that_fails_behind_the_forward_is_raised_by_the_next_on_all_r
     mine, theirs = standing_ranks(2).run(fsdp_forward.failing)
     assert mine == ["", "", "ValueError: bad", ""]
     assert theirs[:2] == ["", ""] and theirs[3] == ""
-    assert theirs[2].startswith("OSError: 1 other rank(s) could not take the optimizer's step")
+    assert theirs[2].startswith("ValueError: 1 other rank(s) could not take the optimizer's step")
+    assert theirs[2].endswith("rank 0: ValueError: bad")
 
 
 def test_step_in_forward_that_cannot_be_is_refused(standing_ranks):

@@ -42,7 +42,6 @@ from zero8.spec import arithmetic as ieee
 from zero8.spec.adam import ADAM
 from zero8.spec.ademamix import ADEMAMIX
 from zero8.spec.codec import CODECS, MomentCode
-from zero8.spec.dynamic import DynamicCode
 from zero8.spec.lion import LION
 from zero8.spec.log import LogCode, SignedLogCode
 from zero8.spec.packing import packed
@@ -249,7 +248,7 @@ def blocks_next_to_tiny(code: MomentCode, beta: float) -> tuple[Tensor, Tensor, 
         high = values.view(torch.int32) + above.int()
         scales = torch.stack([high.view(FP32), torch.full(high.shape, float(step))], dim=2)
         return positive, scales, is_rounded_up(values.double() * beta).expand(high.shape)
-    codes = positive + 128 if isinstance(code, DynamicCode) else positive
+    codes = positive + 128 if code is CODECS["dynamic"].of_signed else positive
     levels = (code.narrow if isinstance(code, SignedLogCode) else code).levels[codes]
     scales = next_to_tiny(levels * beta)
     exact = ieee.mul(scales, beta).double() * levels.double()[:, None]

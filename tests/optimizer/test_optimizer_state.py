@@ -17,7 +17,7 @@ from torch import nn
 
 import zero8
 from zero8 import Adam8bitBlockwise, AdEMAMix8bitBlockwise, Lion8bitBlockwise, SGD8bitBlockwise
-from zero8.spec.adam import UNKNOWN_HISTORY
+from zero8.spec.algorithm import UNKNOWN
 from zero8.spec.codec import CODECS
 from zero8.state.tell import tell_of_reencoding, tell_once
 
@@ -103,7 +103,7 @@ def test_load_state_dict_of_fp32_adamw_quantizes_its_moments(dtype):
     for name, p in params.items():
         exact = adamw.state[theirs[name]]
         assert optimizer.state[p]["step"] == 3 and type(optimizer.state[p]["step"]) is int
-        assert optimizer.state[p]["history"] == UNKNOWN_HISTORY  # m^2/v may be anything
+        assert optimizer.state[p]["history"] == UNKNOWN  # m^2/v may be anything
         # Half a code.  Of v that is 14/254 at most; of m 1/64 of |x| + s with a scale s of at most
         # 1/14.75 of the largest, or 1/32 with 1/247; and less than 2^-20 for roundings.
         m, v = (exact[which].float() for which in ("exp_avg", "exp_avg_sq"))
@@ -188,8 +188,7 @@ def test_algorithm_state_has_its_bytes(made):
     run(optimizer, [p], 2)
     state = optimizer.state[p]
     moments = [f"{name}{kind}" for name in algorithm.moment_names for kind in ("_q8", "_scale")]
-    memory = [one.name for one in algorithm.memory]
-    assert sorted(state) == sorted(["format", "step", *memory, *moments])
+    assert sorted(state) == sorted(["format", "step", *algorithm.memory, *moments])
     assert state["format"].tolist()[:2] == [1, algorithm.number]
     (row,) = optimizer.memory_report().rows
     scales = {ADAM: 3, MIX: 4}.get(made, 1)  # v has two

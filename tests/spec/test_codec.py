@@ -150,10 +150,10 @@ DIGESTS = {
 PRINT_DIGESTS = """
 import hashlib
 import torch
-from zero8.spec.dynamic import DynamicCode
+from zero8.spec.dynamic import dynamic_code
 assert torch.backends.cpu.get_cpu_capability() == "DEFAULT"
 for signed in (True, False):
-    print(hashlib.sha256(DynamicCode(signed).levels.numpy().tobytes()).hexdigest())
+    print(hashlib.sha256(dynamic_code(signed=signed).levels.numpy().tobytes()).hexdigest())
 """
 
 

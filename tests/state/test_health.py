@@ -47,6 +47,14 @@ def test_health_saturated_codes_are_those_that_inspect_counts(codec):
             assert values[f"zero8/{which}_{end}"] == share
 
 
+def test_health_of_muon_counts_codes_of_its_moment_and_of_adams():
+    matrix, embed = param(64, 100), param(300, 64)
+    optimizer = zero8.Muon8bitBlockwise([("w", matrix), ("embed", embed)])
+    run(optimizer, [matrix, embed], 1)
+    names = {name.rpartition("_at_")[0] for name in health(optimizer) if "_at_" in name}
+    assert names == {"zero8/momentum_buffer", "zero8/exp_avg", "zero8/exp_avg_sq"}
+
+
 def test_health_clipped_updates_are_those_that_the_next_step_clips():
     """At a first step m^2 is K v, and `dynamic` has few codes for the smallest v of a block."""
     p = param(32, 256)

@@ -208,7 +208,7 @@ def _error(load_dir: Path, refused: list[_Choice], others: list[str]) -> Excepti
 def _load_together(engine, original: Callable, options: dict) -> tuple:
     """Load; an error of one rank raises on all, before the load's collectives."""
     before = engine._optimizer_has_ckpt_event_epilogue
-    what = f"load_checkpoint: {Path(options['load_dir'])}, tag {options['tag']}"
+    what = f"load {Path(options['load_dir'])}, tag {options['tag']}"
     has_agreed = False
 
     def agree(error: Exception | None) -> None:

@@ -142,7 +142,7 @@ def _on_all(make: Callable[[], None], what: str) -> None:
         make()
     except OSError as caught:
         error = caught
-    raise_together(error, f"making files of {what}")
+    raise_together(error, f"make files of {what}")
 
 
 # --- Steps ---------------------------------------------------------------------------------------

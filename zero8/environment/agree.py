@@ -15,12 +15,13 @@ from zero8.environment.at_exit import wait_for_gloo_at_exit
 T = TypeVar("T")
 
 
-def gathered(value: T) -> list[T]:
-    """Return the (small, picklable) values of all ranks, in the order of the ranks."""
-    values: list[Any] = [value] * numbers.num_ranks()
-    if not numbers.is_alone():
-        wait_for_gloo_at_exit()
-        distributed.all_gather_object(values, value)
+def gathered(value: T, group: numbers.Group = None) -> list[T]:
+    """Return the (small, picklable) values of all ranks of a group, in the order of the ranks."""
+    if numbers.is_alone():
+        return [value]
+    wait_for_gloo_at_exit()
+    values: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(values, value, group)
     return values
 
 
@@ -50,34 +51,25 @@ def from_rank_0(function: Callable[[], T]) -> T:
     return result
 
 
-def raise_together(error: Exception | None, what: str) -> None:
-    """Raise on all ranks if one of them has an error.
+def raise_together(
+    error: BaseException | None, what: str, groups: Sequence[numbers.Group] = (None,)
+) -> None:
+    """Raise on all ranks if one of them has an error; cheap enough for every step without one.
 
     Args:
         error: this rank's error, which it raises.  Ranks without one raise ValueError or OSError
             with the first failed rank's message.
-        what: the action, for the message.
-    """
-    kind = ValueError if isinstance(error, ValueError) else OSError
-    texts = gathered(None if error is None else (kind, f"{type(error).__name__}: {error}"))
-    if error is not None:
-        raise error
-    failed = [(rank, *text) for rank, text in enumerate(texts) if text is not None]
-    if failed:
-        rank, kind, text = failed[0]
-        raise kind(f"{what}: {len(failed)} rank(s) failed, rank {rank}: {text}")
-
-
-def raise_together_quickly(
-    error: BaseException | None, what: str, groups: Sequence[numbers.Group] = (None,)
-) -> None:
-    """Do the same as `raise_together` by an all_reduce of 8 bytes, cheap enough for every step.
-
-    Ranks without an error raise OSError, without the others' messages.  `groups` are those that
-    together reach the ranks, one after the other.
+        what: what ranks could not do, a verb and its object.
+        groups: those that together reach the ranks, one after the other.
     """
     count = numbers.total(int(error is not None), groups)
+    if not count:
+        return
+    kind = ValueError if isinstance(error, ValueError) else OSError
+    failed = [] if error is None else [(numbers.rank(), kind, f"{type(error).__name__}: {error}")]
+    for group in groups:
+        failed = [one for of_rank in gathered(failed, group) for one in of_rank]
     if error is not None:
         raise error
-    if count:
-        raise OSError(f"{count} other rank(s) could not {what}; see their messages")
+    rank, kind, text = failed[0]
+    raise kind(f"{count} other rank(s) could not {what}; rank {rank}: {text}")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from zero8.environment import numbers
-from zero8.environment.agree import raise_together_quickly
+from zero8.environment.agree import raise_together
 from zero8.environment.worker import Worker
 
 
@@ -62,7 +62,7 @@ class Behind:
         if not self._is_agreed:
             self._is_agreed = True
             what = "take the optimizer's step behind the forward"
-            raise_together_quickly(self.worker.take_error(), what, groups)
+            raise_together(self.worker.take_error(), what, groups)
 
     def _do(self, work: Callable[[], None]) -> None:
         if not self.worker.has_failed:

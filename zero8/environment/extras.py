@@ -14,8 +14,8 @@ EXTRAS = {
 }
 """The extra of each package, by the name under which it is imported."""
 
-USAGE = 2
-"""Exit status of a command that cannot start, the same as for wrong usage."""
+FAILED = 2
+"""Exit status of a command that has failed, the same as for wrong usage."""
 
 
 @contextmanager
@@ -29,4 +29,4 @@ def explained(program: str) -> Iterator[None]:
             raise
         line = f"{program}: needs {package}: pip install 'zero8[{EXTRAS[package]}]'"
         print(line, file=sys.stderr)
-        raise SystemExit(USAGE) from error
+        raise SystemExit(FAILED) from error

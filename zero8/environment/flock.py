@@ -44,12 +44,14 @@ def opened(path: Path) -> FileIO:
     return file
 
 
-def take(file: FileIO) -> bool:
-    """Take the lock of a file, if it is free, until it is closed; return whether it was free."""
+def take(file: FileIO, *, waits: bool = False) -> bool:
+    """Take the lock of a file until it is closed; return whether it was free, or wait for it."""
     try:
-        _flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:  # of the same class, as the number decides it
+        raise OSError(error.errno, f"cannot be locked: {error.strerror}", file.name) from error
     _write_holder(file)
     return True
 
@@ -70,12 +72,6 @@ def _tell_of_no_locks(folder: Path, problem: str) -> None:
     logger.warning("%s: two jobs that write there at once are not noticed: %s", folder, problem)
 
 
-def wait_for(file: FileIO) -> None:
-    """Wait for the lock of a file, and take it until the file is closed; raises as `take` does."""
-    _flock(file, fcntl.LOCK_EX)
-    _write_holder(file)
-
-
 def holder(file: FileIO) -> str:
     """Return the holder of the lock of a file, as the holder has written it there.
 
@@ -83,13 +79,6 @@ def holder(file: FileIO) -> str:
     """
     name = os.pread(file.fileno(), LONGEST_NAME_BYTES, 0).decode(errors="replace").strip()
     return name or "an unknown process"
-
-
-def _flock(file: FileIO, operation: int) -> None:
-    try:
-        fcntl.flock(file, operation)
-    except OSError as error:  # of the same class, as the number decides it
-        raise OSError(error.errno, f"cannot be locked: {error.strerror}", file.name) from error
 
 
 def _write_holder(file: FileIO) -> None:

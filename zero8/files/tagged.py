@@ -47,7 +47,7 @@ def saving(folder: Path | str, name: str, keep: int = 0) -> Iterator[Path]:
             yield tag
         except Exception as raised:  # all ranks must raise
             error = raised
-        raise_together(error, f"saving {tag}")
+        raise_together(error, f"save {tag}")
         from_rank_0(lambda: _end(tag, keep))
 
 

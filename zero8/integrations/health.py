@@ -3,7 +3,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from zero8.environment import numbers
 from zero8.optimizer.blockwise import BlockwiseOptimizer
 from zero8.optimizer.way_back import innermost
 from zero8.spec.adam import ADAM
+from zero8.spec.algorithm import MomentRule
 from zero8.state.extent import local
 from zero8.state.store import MomentStore
 
@@ -59,12 +60,15 @@ def health(optimizer: BlockwiseOptimizer) -> dict[str, float]:
         "share_8bit": in_8bit / max(1, in_8bit + in_fp32),
         "nonfinite_blocks": optimizer.nonfinite_blocks,
     }
-    for of_one in zip(*stores, strict=True):
-        if sample := list(_runs(of_one)):
-            code = optimizer.settings.codec.code_of(of_one[0].rule)
-            codes = torch.cat([run.cpu() for run in sample])
-            shares = saturated(code, torch.bincount(codes, minlength=NUM_CODES))
-            values |= {f"{of_one[0].name}_{end}": share for end, share in shares.items()}
+    counts: dict[MomentRule, Tensor] = {}
+    for _, of_one, number, begin, end in _runs(moments, SAMPLE_NUMEL):
+        for store in of_one:
+            codes = store.codes_of(number, begin, end).cpu()
+            found = torch.bincount(codes, minlength=NUM_CODES)
+            counts[store.rule] = counts.get(store.rule, 0) + found
+    for rule, of_rule in counts.items():
+        shares = saturated(optimizer.settings.codec.code_of(rule), of_rule)
+        values |= {f"{rule.name}_{end}": share for end, share in shares.items()}
     if optimizer.algorithm is ADAM and (share := _clipped(optimizer, moments)) is not None:
         values["clipped"] = share
     prefix = "zero8/" if numbers.num_ranks() == 1 else f"zero8/rank{numbers.rank()}/"
@@ -75,44 +79,33 @@ def _clipped(
     optimizer: BlockwiseOptimizer, moments: dict[Tensor, list[MomentStore]]
 ) -> float | None:
     """Return the share of updates that (R5) clips, neglecting eps; None without codes."""
-    pieces = [
-        (state, pair, piece)
-        for state, pair in ((optimizer.state[p], pair) for p, pair in moments.items())
-        for piece in pair[0].table.pieces
-        if piece.is_quantized
-    ]
     clipped = total = 0
-    lengths = [piece.numel for *_, piece in pieces]
-    for number, begin, end in _sampled(lengths, UPDATES_NUMEL):
-        state, pair, piece = pieces[number]
-        m, v = (store.read(piece.start + begin, end - begin).double() for store in pair)
-        clipped += int((m * m > MARGIN**2 * float(state["history"]) * v).sum())
+    for p, (m, v), number, begin, end in _runs(moments, UPDATES_NUMEL):
+        start = m.table.pieces[number].start + begin
+        m, v = (store.read(start, end - begin).double() for store in (m, v))
+        history = float(optimizer.state[p]["history"])
+        clipped += int((m * m > MARGIN**2 * history * v).sum())
         total += end - begin
     return clipped / total if total else None
 
 
-def _runs(stores: Sequence[MomentStore]) -> Iterator[Tensor]:
-    """Yield the codes to count, a byte each."""
+def _runs(
+    moments: Mapping[Tensor, Sequence[MomentStore]], sample_numel: int
+) -> Iterator[tuple[Tensor, Sequence[MomentStore], int, int, int]]:
+    """Yield runs of codes at equal distances: parameter, stores, number of a piece, begin, end."""
     pieces = [
-        (store, number, piece.numel)
-        for store in stores
-        for number, piece in enumerate(store.table.pieces)
+        (p, stores, number, piece.numel)
+        for p, stores in moments.items()
+        for number, piece in enumerate(stores[0].table.pieces)
         if piece.is_quantized
     ]
-    for place, begin, end in _sampled([numel for *_, numel in pieces], SAMPLE_NUMEL):
-        store, number, _ = pieces[place]
-        yield store.codes_of(number, begin, end)
-
-
-def _sampled(lengths: Sequence[int], sample_numel: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (index of the sequence, begin, end) of runs at equal distances over sequences."""
-    num_runs = sum(math.ceil(length / RUN_NUMEL) for length in lengths)
+    num_runs = sum(math.ceil(numel / RUN_NUMEL) for *_, numel in pieces)
     every = max(1, math.ceil(num_runs * RUN_NUMEL / sample_numel))
-    first = 0  # the number of the next run in the sequence
-    for which, length in enumerate(lengths):
-        num_runs = math.ceil(length / RUN_NUMEL)
-        for number in range(first, num_runs, every):
-            yield which, number * RUN_NUMEL, min((number + 1) * RUN_NUMEL, length)
+    first = 0  # the number of the next run in the piece
+    for p, stores, number, numel in pieces:
+        num_runs = math.ceil(numel / RUN_NUMEL)
+        for run in range(first, num_runs, every):
+            yield p, stores, number, run * RUN_NUMEL, min((run + 1) * RUN_NUMEL, numel)
         first = (first - num_runs) % every
 
 

@@ -133,7 +133,7 @@ def locked(path: Path) -> Iterator[None]:
                     flock.holder(file),
                     path,
                 )
-                flock.wait_for(file)
+                flock.take(file, waits=True)
             yield
     except OSError as error:
         raise RuntimeError(f"{path.parent} ({_ANOTHER_PLACE}): {error}") from error

@@ -18,8 +18,9 @@ import numpy as np
 
 from zero8.op.structs import CODEC_MAPS
 from zero8.spec.codec import CODECS
-from zero8.spec.dynamic import DynamicCode
-from zero8.spec.linear4 import Linear4Code
+from zero8.spec.dynamic import dynamic_code
+from zero8.spec.levels import NearestEntry
+from zero8.spec.linear4 import linear4_code
 
 _DECADES = 7
 _FRACTION = 2.0**16
@@ -42,26 +43,26 @@ WITH_MAPS = [CODECS[name].number for name in ("dynamic", "linear4")]
 def codec_maps() -> np.ndarray:
     """Return the tables of all maps: one record of `CODEC_MAPS`."""
     maps = np.zeros(1, CODEC_MAPS)
-    _fill_dynamic(maps["of_signed"], DynamicCode(True))
-    _fill_dynamic(maps["of_unsigned"], DynamicCode(False))
-    _fill_linear4(maps["of_linear4"], Linear4Code(True))
+    _fill_dynamic(maps["of_signed"], dynamic_code(signed=True))
+    _fill_dynamic(maps["of_unsigned"], dynamic_code(signed=False))
+    _fill_linear4(maps["of_linear4"], linear4_code(signed=True))
     return maps
 
 
-def _fill_dynamic(record: np.ndarray, code: DynamicCode) -> None:
+def _fill_dynamic(record: np.ndarray, code: NearestEntry) -> None:
     record["levels"] = code.levels.numpy()
     record["thresholds"] = np.append(code.thresholds.numpy(), np.float32(np.inf))
     _fill_pieces(record, code)
 
 
-def _fill_linear4(record: np.ndarray, code: Linear4Code) -> None:
+def _fill_linear4(record: np.ndarray, code: NearestEntry) -> None:
     record["levels"] = code.levels.numpy()
     for row in range(4):
         part = 16 >> row  # entries, of which the threshold is between the two in the middle
         record["thresholds"][..., row, : 1 << row] = code.thresholds.numpy()[part // 2 - 1 :: part]
 
 
-def _fill_pieces(record: np.ndarray, code: DynamicCode) -> None:
+def _fill_pieces(record: np.ndarray, code: NearestEntry) -> None:
     # The smallest x > 0 that is nearest to the i-th entry above 0, from i = 1.
     joins = np.append(np.nan, code.thresholds.numpy()[code.zero_code :].astype(np.float64))
     counts = np.array([2 ** (decade + (not code.signed)) for decade in range(_DECADES)])

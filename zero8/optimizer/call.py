@@ -18,8 +18,8 @@ from zero8.optimizer import widened
 from zero8.optimizer.batch import Batch
 from zero8.optimizer.entry import Entry
 from zero8.optimizer.nonfinite import Counts
-from zero8.spec.algorithm import Algorithm, Scalars
-from zero8.spec.buffers import check_buffer
+from zero8.spec.algorithm import Algorithm
+from zero8.spec.buffers import check_entry
 from zero8.spec.int8_rows import decoded
 from zero8.state.header import Entries
 from zero8.state.table import Piece
@@ -35,7 +35,7 @@ class NextStep(NamedTuple):
 
     number: int
     entries: Entries
-    scalars: Scalars
+    scalars: tuple[float, ...]
 
 
 How = Callable[["Call", Batch, np.ndarray], list[Counts]]
@@ -140,7 +140,7 @@ class Call:
         for place, p in enumerate(params):
             if (copy := copies.get(p)) is not None:
                 dtypes_here = kernel.COPY_DTYPES[p.dtype]
-                check_buffer("copy", copy, p.numel(), dtypes_here, self.device)
+                check_entry("copy", copy, p.numel(), dtypes_here, self.device, is_contiguous=True)
                 addresses[place], dtypes[place] = copy.data_ptr(), DTYPE_NUMBERS[copy.dtype]
         owner, records = self.kept["owner"], self.records
         is_float32 = records["param_dtype"] == DTYPE_NUMBERS[torch.float32]

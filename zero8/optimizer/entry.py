@@ -19,7 +19,7 @@ from zero8.optimizer import widened
 from zero8.optimizer.batch import Row
 from zero8.spec import dither
 from zero8.spec.algorithm import Algorithm
-from zero8.spec.buffers import check_apart, check_buffer
+from zero8.spec.buffers import check_apart, check_entry
 from zero8.spec.int8_rows import SCALE_DTYPES
 from zero8.state.entries import is_new, others_in
 from zero8.state.extent import local
@@ -187,13 +187,13 @@ def _check(row: Row, stores: list[MomentStore], info: ParamInfo) -> None:
         )
     written = {"the parameter": row.value}
     if (rows := int8_rows(row.param)) is not None:
-        written["the scales"] = check_buffer(
-            "row_scales", rows.scales, len(rows.codes), SCALE_DTYPES, row.value.device
-        )
+        of_rows = rows.scales, len(rows.codes), SCALE_DTYPES, row.value.device
+        written["the scales"] = check_entry("row_scales", *of_rows, is_contiguous=True)
     for store in stores:
         written |= store.named_buffers
     if (correction := _correction(row.state)) is not None:
-        check_buffer("param_correction", correction, row.value.numel(), [torch.int8])
+        of_all = correction, row.value.numel(), [torch.int8]
+        check_entry("param_correction", *of_all, is_contiguous=True)
         written["param_correction"] = correction
     for name, tensor in written.items():
         if tensor.device != row.value.device:

@@ -24,14 +24,7 @@ from zero8.optimizer.batch import Batch, Group
 from zero8.optimizer.call import Call
 from zero8.optimizer.nonfinite import Counts
 from zero8.optimizer.owners import Held, Round, rounds_of
-from zero8.spec.muon import (
-    MuonScalars,
-    applying,
-    forming,
-    lr_ratio,
-    matrices_of,
-    ranges_by_matrix,
-)
+from zero8.spec.muon import MUON, applying, forming, lr_ratio, matrices_of, ranges_by_matrix
 from zero8.spec.newton_schulz import SKIPPED, orthogonalized
 from zero8.spec.segment import Rounding
 from zero8.state.table import Piece
@@ -124,8 +117,8 @@ class _Step:
     def __init__(self, call: Call, batch: Batch, scalars: np.ndarray):
         self.groups, self.counts = batch.group_of_each, list[Counts]()
         self._call, self._params, self._device = call, batch.params, call.device
-        count = len(MuonScalars._fields)
-        self._scalars = [MuonScalars(*row[:count].tolist()) for row in scalars["numbers"]]
+        count = len(MUON.scalars_type._fields)
+        self._scalars = [MUON.scalars_type(*row[:count].tolist()) for row in scalars["numbers"]]
 
     def take(self, units: Units, rounds: Sequence[Round], dtype: torch.dtype) -> None:
         """Step parameters of one shape and group, whose matrices the rounds gather.

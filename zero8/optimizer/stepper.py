@@ -216,10 +216,9 @@ class Stepper:
         number, algorithm = int(step) + 1, self._optimizer.algorithm_of(group)
         after = algorithm.next_memory(number, tuple(map(float, memory)), group)
         entries = dict(zip(counters(algorithm), (number, *after), strict=True))
-        scalars = algorithm.scalars(number, after, group, self._optimizer.settings.bias_correction)
-        if factor != 1.0:
-            scalars = scalars._replace(grad_factor=factor)
-        return NextStep(number, entries, scalars)
+        corrects = self._optimizer.settings.bias_correction
+        scalars = algorithm.exact_scalars(number, after, group, corrects).values()
+        return NextStep(number, entries, (*scalars, factor))
 
 
 def _stepping(groups: Iterable[Group], state: Mapping[Tensor, Entries]) -> Batch:

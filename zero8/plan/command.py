@@ -14,9 +14,6 @@ from zero8.plan.setup import BY_NAME, CHOICES, Setup, with_deepspeed_config
 from zero8.plan.step_time import Hardware
 from zero8.spec.codec import CODECS, DEFAULT_CODEC
 
-TROUBLE = 2
-"""Exit status of a failed plan, as of wrong usage."""
-
 OF_CONFIG = ("engine", "stage", "offload", "dtype", "optimizer", "codec")
 """Options that a DeepSpeed config replaces."""
 NOT_OF_CONFIG = ("world_size", "ranks_per_host", "weights")
@@ -34,20 +31,21 @@ HELP = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
+    parser.set_defaults(run=run)
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--parameters", metavar="SIZE", help="number of parameters: 350M, 8B, 1.5T")
     help_text = "config.json of a Hugging Face model, or a JSON object of names and shapes"
     model.add_argument("--model", type=Path, metavar="FILE", help=help_text)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    run = parser.add_argument_group("the run")
-    run.add_argument("--world-size", type=int, metavar="N", help="ranks; default 1")
-    run.add_argument("--ranks-per-host", type=int, metavar="N", help="default 8")
+    of_run = parser.add_argument_group("the run")
+    of_run.add_argument("--world-size", type=int, metavar="N", help="ranks; default 1")
+    of_run.add_argument("--ranks-per-host", type=int, metavar="N", help="default 8")
     help_text = "DeepSpeed config, instead of the settings below"
-    run.add_argument("--ds-config", type=Path, metavar="JSON", help=help_text)
+    of_run.add_argument("--ds-config", type=Path, metavar="JSON", help=help_text)
     for name, choices in CHOICES.items():
-        run.add_argument(f"--{name}", type=type(choices[0]), choices=choices, help=HELP[name])
-    run.add_argument("--optimizer", choices=BY_NAME, help=f"default {next(iter(BY_NAME))}")
-    run.add_argument("--codec", choices=CODECS, help=f"of 8-bit states; default {DEFAULT_CODEC}")
+        of_run.add_argument(f"--{name}", type=type(choices[0]), choices=choices, help=HELP[name])
+    of_run.add_argument("--optimizer", choices=BY_NAME, help=f"default {next(iter(BY_NAME))}")
+    of_run.add_argument("--codec", choices=CODECS, help=f"of 8-bit states; default {DEFAULT_CODEC}")
     there = parser.add_argument_group("memory limits, to check whether the run fits")
     there.add_argument("--host-memory", type=_positive, metavar="GIB", help="of each host")
     there.add_argument("--gpu-memory", type=_positive, metavar="GIB", help="of each GPU")
@@ -76,11 +74,8 @@ def _positive(word: str) -> float:
 
 def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
     """Return exit status, JSON object and text."""
-    try:
-        plan = _plan(arguments)
-        return 0, summary(plan), text(plan)
-    except (ValueError, OSError) as error:
-        return TROUBLE, {"error": str(error)}, f"zero8 plan: {error}"
+    plan = _plan(arguments)
+    return 0, summary(plan), text(plan)
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:

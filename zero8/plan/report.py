@@ -2,13 +2,13 @@
 """The plan as one JSON object and as tables."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import NamedTuple
 
 from tabulate import tabulate
 
 from zero8.environment.pinned_rounding import REMEDY_MIB, variable_of
-from zero8.plan.memory import Memory, cases_of, needs, rounding_of, rows_of, total
+from zero8.plan.memory import ROUNDING, Memory, cases_of, needs, rows_of, total
 from zero8.plan.model import Model
 from zero8.plan.setup import GPU, HOST, NVME, Setup, counted
 from zero8.plan.step_time import RECORD, Hardware, steps_of
@@ -34,10 +34,9 @@ def summary(plan: Plan) -> dict:
         "hardware": asdict(plan.hardware),
         "memory": [asdict(row) for row in rows_of(plan.model, plan.setup)],
     }
-    names, need = ("fp32_adam", "zero8"), needs(plan.model, plan.setup)
     steps = steps_of(plan.model, plan.setup, plan.hardware)
-    for name, one, step in zip(names, need, steps, strict=True):
-        result[name] = {"need": asdict(one), "step": asdict(step)}
+    for name, one, step in zip(("fp32_adam", "zero8"), plan.setup.twins, steps, strict=True):
+        result[name] = {"need": asdict(needs(plan.model, one)), "step": asdict(step)}
     if plan.there is not None:
         result["limits"] = asdict(plan.there)
         result["cases"] = [
@@ -50,7 +49,7 @@ def summary(plan: Plan) -> dict:
 def text(plan: Plan) -> str:
     """Return the plan as a table with its assumptions, and the verdict if there are limits."""
     lines = [*_memory_lines(plan), *_step_lines(plan)]
-    align, headers = ["left", "right", "right"], ["", *plan.setup.optimizers]
+    align, headers = ["left", "right", "right"], ["", *(one.optimizer for one in plan.setup.twins)]
     table = tabulate(lines, headers, disable_numparse=True, colalign=align)
     parts = [f"{plan.model.title}\n{plan.setup.describe()}", table, "\n".join(_remarks(plan))]
     return "\n\n".join(parts if plan.there is None else [*parts, _verdict(plan)])
@@ -89,11 +88,14 @@ def _step_lines(plan: Plan) -> list[list[str]]:
 def _remarks(plan: Plan) -> Iterator[str]:
     setup, hardware = plan.setup, plan.hardware
     yield "Not counted: activations, and what CUDA and allocators add."
-    yield from _of_page_locked(plan.model, setup)
+    if any(row.what == ROUNDING for row in rows_of(plan.model, setup)):
+        remedy = variable_of(REMEDY_MIB)
+        yield f"torch does not round up large page-locked tensors with {remedy} (torch 2.13)."
     if steps_of(*plan[:3])[0].seconds is None:
         yield "Step time: not estimated on GPUs, for Muon and for INT8 weights."
     else:
-        cores, (fp32_ns, zero8_ns) = counted(hardware.cores, "core"), hardware.core_ns_of(setup)
+        fp32_ns, zero8_ns = map(hardware.core_ns_of, setup.twins)
+        cores = counted(hardware.cores, "core")
         yield f"Step time: for hosts of {cores} and {hardware.gb_per_s:g} GB/s."
         yield (
             f"One core takes {fp32_ns:.2f} ns/param for fp32 Adam, {zero8_ns:.2f} for zero8 "
@@ -104,19 +106,6 @@ def _remarks(plan: Plan) -> Iterator[str]:
                 "step_in_forward hides it behind the next forward, except for the first sub-group "
                 "and what is longer than the forward."
             )
-
-
-def _of_page_locked(model: Model, setup: Setup) -> Iterator[str]:
-    """Say what rounding adds to a host, and how to avoid it, if it is worth it."""
-    added = setup.ranks_here * rounding_of(model, setup)
-    if added < GIB:
-        return
-    without = replace(setup, max_round_mib=REMEDY_MIB)
-    rest = setup.ranks_here * rounding_of(model, without)
-    yield (
-        f"Page-locked memory: torch rounds tensors up to powers of two: {_gib(added)} GiB more.\n"
-        f"With {variable_of(REMEDY_MIB)} (torch 2.13): {_gib(rest)}."
-    )
 
 
 def _verdict(plan: Plan) -> str:

@@ -58,6 +58,7 @@ class Setup:
         pipelined: whether DeepSpeed's transfers to and from NVMe overlap with the step.
         algorithm_name: of zero8's optimizer and of the fp32 one beside it.
         adam_params: glob patterns of names of matrices that are not Muon's.
+        is_8bit: whether the optimizer is zero8's, or its fp32 twin.
 
     Raises:
         ValueError: on construction, if settings are invalid or incompatible.
@@ -84,6 +85,7 @@ class Setup:
     codec: str = DEFAULT_CODEC
     algorithm_name: str = ADAM.name
     adam_params: tuple[str, ...] = ADAM_PARAMS
+    is_8bit: bool = True
 
     def __post_init__(self):
         """Check the values."""
@@ -116,13 +118,18 @@ class Setup:
 
     @property
     def algorithm(self) -> Algorithm:
-        """The algorithm of both optimizers."""
+        """The optimizer's algorithm."""
         return algorithm_called(self.algorithm_name)
 
     @property
-    def optimizers(self) -> tuple[str, str]:
-        """What reports call the fp32 optimizer and zero8's."""
-        return self.algorithm.fp32_name.removeprefix("an "), "zero8"
+    def optimizer(self) -> str:
+        """What reports call the optimizer."""
+        return "zero8" if self.is_8bit else self.algorithm.fp32_name.removeprefix("an ")
+
+    @property
+    def twins(self) -> tuple["Setup", "Setup"]:
+        """The same settings with the fp32 optimizer and with zero8's."""
+        return replace(self, is_8bit=False), replace(self, is_8bit=True)
 
     @property
     def weight_bytes(self) -> int:
@@ -131,19 +138,19 @@ class Setup:
 
     @property
     def master_bytes(self) -> int:
-        """Bytes of a weight that the optimizer updates, and of the gradient that it reads."""
+        """Bytes of a weight that the optimizer updates."""
         return DTYPE_BYTES[self.dtype][1]
 
     @property
-    def zero8_grad_bytes(self) -> int:
-        """Bytes of a gradient that zero8 reads: what is offloaded by DeepSpeed stays narrow."""
-        is_narrow = self.engine == "deepspeed" and self.offload != "none"
+    def grad_bytes(self) -> int:
+        """Bytes of a gradient that the step reads: for zero8, what DeepSpeed offloads is narrow."""
+        is_narrow = self.is_8bit and self.engine == "deepspeed" and self.offload != "none"
         return self.weight_bytes if is_narrow else self.master_bytes
 
     @property
     def correction_bytes(self) -> int:
         """Bytes of a weight that zero8 keeps in its state."""
-        return int(self.dtype == "24-bit-masters")
+        return int(self.is_8bit and self.dtype == "24-bit-masters")
 
     @property
     def ranks_here(self) -> int:

@@ -34,15 +34,13 @@ class Share:
             or a whole group of ZeRO 1 and 2.
         weights_bytes: of each of these tensors.
         touched: of ZeRO 1 and 2, elements of each parameter that the rank holds a part of.
-        fp32_bytes: moments of the fp32 optimizer.
-        zero8_bytes: codes, scales and float32 moments of zero8.
+        moments_bytes: codes, scales and float32 moments.
     """
 
     numels: tuple[int, ...]
     weights_bytes: tuple[int, ...]
     touched: tuple[int, ...]
-    fp32_bytes: int
-    zero8_bytes: int
+    moments_bytes: int
 
     @cached_property
     def numel(self) -> int:
@@ -77,7 +75,7 @@ def _by_algorithm(model: Model, setup: Setup) -> ByAlgorithm:
 
 def _of_each_parameter(by_algorithm: ByAlgorithm, setup: Setup) -> Share:
     """Return the share of the first rank, as no rank has more."""
-    fp32_bytes = zero8_bytes = 0
+    moments_bytes = 0
     numels: list[int] = []
     weights_bytes: list[int] = []
     for algorithm, params in by_algorithm.items():
@@ -85,11 +83,9 @@ def _of_each_parameter(by_algorithm: ByAlgorithm, setup: Setup) -> Share:
         numels += here_of
         weights_bytes += map(partial(_weight_bytes, setup), params, here_of)
         for param, count in _counted(params, setup).items():
-            here, whole = _first_part(param[1], setup), math.prod(param[1])
-            fp32_bytes += count * _fp32_bytes(algorithm, here)
-            held = min(here, whole)
-            zero8_bytes += count * _moment_bytes(setup, algorithm, param, 0, held)
-    return Share(tuple(numels), tuple(weights_bytes), (), fp32_bytes, zero8_bytes)
+            here = _first_part(param[1], setup)
+            moments_bytes += count * _moments_bytes(setup, algorithm, param, 0, here)
+    return Share(tuple(numels), tuple(weights_bytes), (), moments_bytes)
 
 
 def _counted(params: Sequence[Param], setup: Setup) -> Counter[Param]:
@@ -114,20 +110,19 @@ def _first_part(shape: tuple[int, ...], setup: Setup) -> int:
 
 def _of_flat(by_algorithm: ByAlgorithm, setup: Setup) -> Share:
     ranks = 1 if setup.stage == 0 else setup.world_size
-    numels, fp32_bytes = [], 0
+    numels = []
     bytes_of: list[int] = [0] * ranks
     touched_by: list[list[int]] = [[] for _ in range(ranks)]
     for algorithm, params in by_algorithm.items():
         total = sum(math.prod(shape) for _, shape in params)
         rank_numel = -(-total // (FLAT_ALIGNMENT * ranks)) * FLAT_ALIGNMENT
         numels.append(rank_numel)
-        fp32_bytes += _fp32_bytes(algorithm, rank_numel)
         for param, rank, first, held in _pieces(params, rank_numel):
-            bytes_of[rank] += _moment_bytes(setup, algorithm, param, first, held)
+            bytes_of[rank] += _moments_bytes(setup, algorithm, param, first, held)
             touched_by[rank].append(math.prod(param[1]))
     weights_bytes = tuple(setup.master_bytes * numel for numel in numels)
     touched = tuple(max(touched_by, key=sum))
-    return Share(tuple(numels), weights_bytes, touched, fp32_bytes, max(bytes_of))
+    return Share(tuple(numels), weights_bytes, touched, max(bytes_of))
 
 
 def _pieces(params: Sequence[Param], rank_numel: int) -> Iterator[tuple[Param, int, int, int]]:
@@ -143,13 +138,10 @@ def _pieces(params: Sequence[Param], rank_numel: int) -> Iterator[tuple[Param, i
         at += numel
 
 
-def _fp32_bytes(algorithm: Algorithm, numel: int) -> int:
-    return 4 * len(algorithm.moments) * numel
-
-
-def _moment_bytes(setup: Setup, algorithm: Algorithm, param: Param, first: int, numel: int) -> int:
-    if (grid := setup.policy.decide(*param).grid) is None:
-        return _fp32_bytes(algorithm, numel)
+def _moments_bytes(setup: Setup, algorithm: Algorithm, param: Param, first: int, numel: int) -> int:
+    grid = setup.policy.decide(*param).grid if setup.is_8bit else None
+    if grid is None:
+        return 4 * len(algorithm.moments) * numel
     codec = codec_named(setup.codec)
     codes = [codec.code_of(rule) for rule in algorithm.moments]
     scales = sum(math.prod(code.scale_shape) for code in codes)

@@ -6,7 +6,7 @@ A step over data in memory takes
     ns/param = max(ns of one core / cores, bytes per parameter / bandwidth)
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from zero8.plan.model import Model
 from zero8.plan.setup import Setup
@@ -34,9 +34,9 @@ class Hardware:
     core_ns: tuple[float, float] | None = None
     nvme_gb_per_s: float | None = None
 
-    def core_ns_of(self, setup: Setup) -> tuple[float, float]:
-        """Return ns/param of one core for an fp32 Adam and for zero8."""
-        return self.core_ns or RECORDED_CORE_NS[setup.master_bytes]
+    def core_ns_of(self, setup: Setup) -> float:
+        """Return ns/param of one core for an optimizer."""
+        return (self.core_ns or RECORDED_CORE_NS[setup.master_bytes])[setup.is_8bit]
 
 
 @dataclass(frozen=True)
@@ -62,45 +62,34 @@ class Step:
 
 def steps_of(model: Model, setup: Setup, hardware: Hardware) -> tuple[Step, Step]:
     """Return the step of an fp32 Adam and that of zero8."""
-    share, core_ns = share_of(model, setup), hardware.core_ns_of(setup)
-    weights_bytes, fp32_bytes = share.weight_bytes, share.fp32_bytes
-    zero8_bytes = share.zero8_bytes + setup.correction_bytes * share.numel
-    fp32_grads = setup.master_bytes * share.numel
-    zero8_grads = setup.zero8_grad_bytes * share.numel
-    # DeepSpeed swaps gradients, zero8 keeps only sums of them there; the system overlaps these.
-    swapped = weights_bytes + fp32_grads + fp32_bytes
-    mapped = weights_bytes + zero8_grads * (setup.accumulation_steps > 1) + zero8_bytes
-    ours = replace(setup, pipelined=True)
-    return (
-        _step(setup, hardware, share, fp32_bytes, fp32_grads, swapped, core_ns[0]),
-        _step(ours, hardware, share, zero8_bytes, zero8_grads, mapped, core_ns[1]),
-    )
+    fp32, zero8 = (_step(model, one, hardware) for one in setup.twins)
+    return fp32, zero8
 
 
-def _step(
-    setup: Setup,
-    on: Hardware,
-    share: Share,
-    state_bytes: int,
-    grad_bytes: int,
-    on_disk_bytes: int,
-    core_ns: float,
-) -> Step:
+def _step(model: Model, setup: Setup, on: Hardware) -> Step:
+    share = share_of(model, setup)
+    grad_bytes = setup.grad_bytes * share.numel
+    state_bytes = share.moments_bytes + setup.correction_bytes * share.numel
     memory_bytes = 2 * share.weight_bytes + grad_bytes + 2 * state_bytes
-    nvme_bytes = on_disk_bytes if setup.offload == "nvme" else 0
+    nvme_bytes = 0
+    if setup.offload == "nvme":
+        # DeepSpeed swaps gradients, zero8 keeps only sums of them there.
+        has_grads = not setup.is_8bit or setup.accumulation_steps > 1
+        nvme_bytes = share.weight_bytes + grad_bytes * has_grads + state_bytes
     moved = memory_bytes, _link_bytes(setup, share, grad_bytes), nvme_bytes
     if setup.offload == "none" or setup.algorithm.is_of_matrices or setup.has_int8_weights:
         return Step(*moved)
     ranks = setup.ranks_here
     limits = {
-        "cores": ranks * share.numel * core_ns / on.cores / 1e9,
+        "cores": ranks * share.numel * on.core_ns_of(setup) / on.cores / 1e9,
         "memory": ranks * memory_bytes / on.gb_per_s / 1e9,
     }
     limit, seconds = max(limits.items(), key=lambda item: item[1])
     if setup.offload == "nvme":
         nvme_seconds = 2 * ranks * nvme_bytes / on.nvme_gb_per_s / 1e9
         limit = "NVMe" if nvme_seconds > seconds else limit
-        seconds = max(seconds, nvme_seconds) if setup.pipelined else seconds + nvme_seconds
+        overlaps = setup.is_8bit or setup.pipelined  # zero8's always do
+        seconds = max(seconds, nvme_seconds) if overlaps else seconds + nvme_seconds
     return Step(*moved, seconds, limit)
 
 

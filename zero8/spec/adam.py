@@ -13,36 +13,13 @@ With g the gradient, and every operation rounded once as `zero8.spec.arithmetic`
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from zero8.spec import arithmetic as ieee
-from zero8.spec.algorithm import Algorithm, Group, MomentRule, Remembered, Scalars
+from zero8.spec.algorithm import UNKNOWN, Algorithm, Group, MomentRule, Scalars
 from zero8.spec.log import settling
 from zero8.spec.options import SMALLEST_EPS
-
-UNKNOWN_HISTORY = 3.4e38
-"""Bound on m^2/v for moments of unknown origin."""
-
-
-class AdamScalars(NamedTuple):
-    """The scalars of equations (R1)-(R8), all float32 values."""
-
-    beta1: float
-    beta2: float
-    one_minus_beta1: float
-    sqrt_one_minus_beta2: float
-    inverse_sqrt_correction2: float
-    eps: float
-    max_ratio: float
-    step_size: float
-    decay: float
-    l2: float
-    grad_sign: float
-    settling: float
-    grad_factor: float = 1.0
 
 
 class Adam(Algorithm):
@@ -53,10 +30,10 @@ class Adam(Algorithm):
     class_name = "Adam8bitBlockwise"
     fp32_name = "an fp32 Adam"
     moments = (
-        MomentRule("adam", "exp_avg", is_signed=True, decay="beta1", settling="settling"),
+        MomentRule("adam", "exp_avg", is_signed=True, decay="beta1", is_dithered=False),
         MomentRule("adam", "exp_avg_sq", is_signed=False, decay="beta2"),
     )
-    memory = (Remembered("history", UNKNOWN_HISTORY),)
+    memory = ("history",)
     options = {
         "lr": 1e-3,
         "betas": (0.9, 0.999),
@@ -73,16 +50,15 @@ class Adam(Algorithm):
         "differentiable": False,
         "fused": None,
     }
-    scalars_type = AdamScalars
 
     def next_memory(self, step: int, memory: tuple[float, ...], group: Group) -> tuple[float, ...]:
         """See `Algorithm`."""
         betas = group["betas"]
         return (next_history(memory[0], float(betas[0]), float(betas[1])),)
 
-    def scalars(
+    def exact_scalars(
         self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool
-    ) -> AdamScalars:
+    ) -> dict[str, float]:
         """See `Algorithm`; an `eps` of 0 stands for `SMALLEST_EPS`."""
         lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
         decay, is_decoupled = group["weight_decay"], group["decoupled_weight_decay"]
@@ -92,24 +68,23 @@ class Adam(Algorithm):
         # there only removes rounding errors.  Three roundings to float32 follow, 2^-24 each: of
         # max_ratio, of step_size and of their product.  2^-22 less keeps |u| under its bound.
         below = 1 - 2.0**-22
-        exact = AdamScalars(
-            beta1=beta1,
-            beta2=beta2,
-            one_minus_beta1=1 - beta1,
-            sqrt_one_minus_beta2=math.sqrt(1 - beta2),
-            inverse_sqrt_correction2=1 / math.sqrt(correction2),
-            eps=max(group["eps"], SMALLEST_EPS),
-            max_ratio=math.sqrt(memory[0] * correction2) * below,
-            step_size=lr / correction1,
-            decay=1 - lr * decay if is_decoupled else 1.0,
-            l2=0.0 if is_decoupled else decay,
-            grad_sign=-1.0 if group["maximize"] else 1.0,
-            settling=settling(beta1),
-        )
-        return AdamScalars(*np.array(exact, np.float32).tolist())
+        return {
+            "beta1": beta1,
+            "beta2": beta2,
+            "one_minus_beta1": 1 - beta1,
+            "sqrt_one_minus_beta2": math.sqrt(1 - beta2),
+            "inverse_sqrt_correction2": 1 / math.sqrt(correction2),
+            "eps": max(group["eps"], SMALLEST_EPS),
+            "max_ratio": math.sqrt(memory[0] * correction2) * below,
+            "step_size": lr / correction1,
+            "decay": 1 - lr * decay if is_decoupled else 1.0,
+            "l2": 0.0 if is_decoupled else decay,
+            "grad_sign": -1.0 if group["maximize"] else 1.0,
+            "settling": settling(beta1),
+        }
 
     def step(
-        self, s: AdamScalars, p: Tensor, g: Tensor, moments: Sequence[Tensor]
+        self, s: Scalars, p: Tensor, g: Tensor, moments: Sequence[Tensor]
     ) -> tuple[list[Tensor], Tensor]:
         """See `Algorithm`."""
         m = ieee.fma(s.one_minus_beta1, g, moments[0])
@@ -139,9 +114,9 @@ def next_history(history: float, beta1: float, beta2: float) -> float:
     """
     if beta2 == 0.0:
         # v remembers one gradient only: no bound unless m does too.
-        return 1.0 if beta1 == 0.0 else UNKNOWN_HISTORY
+        return 1.0 if beta1 == 0.0 else UNKNOWN
     grown = beta1**2 / beta2 * history + (1 - beta1) ** 2 / (1 - beta2)
-    return min(grown, UNKNOWN_HISTORY)
+    return min(grown, UNKNOWN)
 
 
 ADAM = Adam()

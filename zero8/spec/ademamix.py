@@ -22,39 +22,15 @@ in `zero8.spec.adam` for the betas of each.  It grows without limit where beta3^
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from zero8.spec import arithmetic as ieee
-from zero8.spec.adam import UNKNOWN_HISTORY, next_history, second_moment
-from zero8.spec.algorithm import Algorithm, Group, MomentRule, Remembered
+from zero8.spec.adam import next_history, second_moment
+from zero8.spec.algorithm import Algorithm, Group, MomentRule, Scalars
 from zero8.spec.log import settling
 from zero8.spec.options import SMALLEST_EPS
 from zero8.spec.shown import shown
-
-
-class AdemamixScalars(NamedTuple):
-    """The scalars of equations (R1), (R3), (R4) and (E1)-(E4), all float32 values."""
-
-    beta1: float
-    beta3: float
-    beta2: float
-    one_minus_beta1: float
-    one_minus_beta3: float
-    sqrt_one_minus_beta2: float
-    inverse_sqrt_correction2: float
-    eps: float
-    inverse_correction1: float
-    alpha: float
-    max_ratio: float
-    lr: float
-    decay: float
-    l2: float
-    grad_sign: float
-    settling: float
-    grad_factor: float = 1.0
 
 
 class Ademamix(Algorithm):
@@ -65,14 +41,11 @@ class Ademamix(Algorithm):
     class_name = "AdEMAMix8bitBlockwise"
     fp32_name = "an fp32 AdEMAMix"
     moments = (
-        MomentRule("ademamix", "exp_avg_fast", is_signed=True, decay="beta1", settling="settling"),
+        MomentRule("ademamix", "exp_avg_fast", is_signed=True, decay="beta1", is_dithered=False),
         MomentRule("ademamix", "exp_avg_slow", is_signed=True, decay="beta3"),
         MomentRule("ademamix", "exp_avg_sq", is_signed=False, decay="beta2"),
     )
-    memory = (
-        Remembered("history", UNKNOWN_HISTORY),
-        Remembered("history_slow", UNKNOWN_HISTORY),
-    )
+    memory = ("history", "history_slow")
     options = {
         "lr": 1e-3,
         "betas": (0.9, 0.999, 0.9999),
@@ -84,7 +57,6 @@ class Ademamix(Algorithm):
         "maximize": False,
     }
     keywords = tuple(options)
-    scalars_type = AdemamixScalars
 
     def check(self, group: Group) -> None:
         """See `Algorithm`."""
@@ -102,37 +74,36 @@ class Ademamix(Algorithm):
         fast, slow = memory
         return next_history(fast, beta1, beta2), next_history(slow, beta3_at(step, group), beta2)
 
-    def scalars(
+    def exact_scalars(
         self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool
-    ) -> AdemamixScalars:
+    ) -> dict[str, float]:
         """See `Algorithm`; the bias is always corrected."""
         beta1, beta2, _ = map(float, group["betas"])
         beta3, lr = beta3_at(step, group), float(group["lr"])
         alpha = group["alpha"] * min(1.0, step / group["t_alpha"] if group["t_alpha"] else 1.0)
         correction1, correction2 = 1 - beta1**step, 1 - beta2**step
         fast, slow = map(math.sqrt, memory)
-        exact = AdemamixScalars(
-            beta1=beta1,
-            beta3=beta3,
-            beta2=beta2,
-            one_minus_beta1=1 - beta1,
-            one_minus_beta3=1 - beta3,
-            sqrt_one_minus_beta2=math.sqrt(1 - beta2),
-            inverse_sqrt_correction2=1 / math.sqrt(correction2),
-            eps=max(group["eps"], SMALLEST_EPS),
-            inverse_correction1=1 / correction1,
-            alpha=alpha,
-            max_ratio=(fast / correction1 + alpha * slow) * math.sqrt(correction2),
-            lr=lr,
-            decay=1 - lr * group["weight_decay"],
-            l2=0.0,
-            grad_sign=-1.0 if group["maximize"] else 1.0,
-            settling=settling(beta1),
-        )
-        return AdemamixScalars(*np.array(exact, np.float32).tolist())
+        return {
+            "beta1": beta1,
+            "beta3": beta3,
+            "beta2": beta2,
+            "one_minus_beta1": 1 - beta1,
+            "one_minus_beta3": 1 - beta3,
+            "sqrt_one_minus_beta2": math.sqrt(1 - beta2),
+            "inverse_sqrt_correction2": 1 / math.sqrt(correction2),
+            "eps": max(group["eps"], SMALLEST_EPS),
+            "inverse_correction1": 1 / correction1,
+            "alpha": alpha,
+            "max_ratio": (fast / correction1 + alpha * slow) * math.sqrt(correction2),
+            "lr": lr,
+            "decay": 1 - lr * group["weight_decay"],
+            "l2": 0.0,
+            "grad_sign": -1.0 if group["maximize"] else 1.0,
+            "settling": settling(beta1),
+        }
 
     def step(
-        self, s: AdemamixScalars, p: Tensor, g: Tensor, moments: Sequence[Tensor]
+        self, s: Scalars, p: Tensor, g: Tensor, moments: Sequence[Tensor]
     ) -> tuple[list[Tensor], Tensor]:
         """See `Algorithm`."""
         fast = ieee.fma(s.one_minus_beta1, g, moments[0])

@@ -2,11 +2,14 @@
 """The contract of an algorithm with states, kernels and optimizers."""
 
 from abc import ABC, abstractmethod
+from collections import namedtuple
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+import numpy as np
 from torch import Tensor
 
 from zero8.spec.options import check_option
@@ -15,13 +18,17 @@ from zero8.spec.shown import shown
 Group = Mapping[str, Any]
 """A parameter group of an optimizer."""
 
+UNKNOWN = 3.4e38
+"""The largest remembered number, that of moments of unknown origin."""
+
 Scalars: TypeAlias = Any
-"""The scalars of one step: a NamedTuple with the fields of csrc/algorithms.h, in its order.
+"""The scalars of one step: a named tuple with the fields of csrc/algorithms.h, in its order.
 
 Their values are computed in double and rounded to float32.  Kernels see the step count and the
-hyperparameters only through them, so every kernel and the reference agree bit for bit.  All
-algorithms have `l2`, which is 0 where decay is decoupled; `grad_sign`, -1 to ascend; and
-`grad_factor`, by which gradients are multiplied before anything else.
+hyperparameters only through them, so every kernel and the reference agree bit for bit.  After
+those of the algorithm all have `decay`, by which weights are multiplied; `l2`, which is 0 where
+decay is decoupled; `grad_sign`, -1 to ascend; and `grad_factor`, by which gradients are multiplied
+before anything else.
 """
 
 
@@ -33,22 +40,9 @@ class MomentRule:
     name: str  # the moment's entry in states, such as `exp_avg`; also the stream of its dither
     is_signed: bool  # whether it can be negative
     decay: str | None = None  # the scalar that multiplies the moment when it is decoded
-    # The scalar that settles its codes, which are the nearest, or says that the dither rounds them
-    # (`zero8.spec.log`); None if it always does.
-    settling: str | None = None
-
-    @property
-    def is_dithered(self) -> bool:
-        """Whether codes that round by the dither do so for this moment."""
-        return self.settling is None
-
-
-@dataclass(frozen=True)
-class Remembered:
-    """A number that a state keeps from step to step beside its moments, 0 before the first one."""
-
-    name: str  # its entry in states
-    unknown: float  # its largest value, for moments of unknown origin
+    # Whether the dither always rounds its codes, where a codec has one; if not, the scalar
+    # `settling` settles them or says that it does (`zero8.spec.log`).
+    is_dithered: bool = True
 
 
 class Algorithm(ABC):
@@ -59,14 +53,14 @@ class Algorithm(ABC):
     class_name: str  # its optimizer class, for messages
     fp32_name: str  # the fp32 optimizers whose states it loads, for messages
     moments: tuple[MomentRule, ...]  # in the order of csrc/algorithms.h
-    memory: tuple[Remembered, ...] = ()  # the numbers kept per parameter
+    # The names of numbers that states keep beside moments, from 0 before the first step to UNKNOWN.
+    memory: tuple[str, ...] = ()
     options: Mapping[str, Any]  # the settings of a parameter group, with their defaults
     keywords: tuple[str, ...]  # of its optimizer, without those of every zero8 optimizer
     no_effect_keys: tuple[str, ...] = ()  # keywords elsewhere that select an implementation
     step_if_unknown: int | None = None  # of fp32 states that lack it; None if they must have it
     # Further settings in groups of fp32 optimizers, so that these can load our state dicts.
     fp32_options: Mapping[str, Any] = MappingProxyType({})
-    scalars_type: type[Any]  # a NamedTuple with the fields of csrc/algorithms.h
     is_of_matrices: bool = False  # whether an update depends on the whole matrix: muon_step.py
 
     @property
@@ -88,14 +82,28 @@ class Algorithm(ABC):
         return memory
 
     @abstractmethod
-    def scalars(
+    def exact_scalars(
         self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool
-    ) -> Scalars:
-        """Return the scalars of step number `step` (the first is 1).
+    ) -> dict[str, float]:
+        """Return the scalars of step number `step` (the first is 1), but `grad_factor`, in double.
 
         `memory` are the remembered numbers after this step, `bias_correction` says whether to
         correct the bias of the moments toward 0.
         """
+
+    @cached_property
+    def scalars_type(self) -> Any:
+        """The class of this algorithm's scalars."""
+        memory = (0.0,) * len(self.memory)
+        names = [*self.exact_scalars(1, memory, self.options, True), "grad_factor"]
+        return namedtuple(f"{type(self).__name__}Scalars", names)
+
+    def scalars(
+        self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool
+    ) -> Scalars:
+        """Return the scalars of a step as kernels have them; see `exact_scalars`."""
+        exact = [*self.exact_scalars(step, memory, group, bias_correction).values(), 1.0]
+        return self.scalars_type(*np.array(exact, np.float32).tolist())
 
     @abstractmethod
     def step(

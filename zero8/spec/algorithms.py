@@ -13,9 +13,6 @@ from zero8.spec.shown import shown, shown_keys
 
 ALGORITHMS: tuple[Algorithm, ...] = (ADAM, LION, SGD, ADEMAMIX, MUON)
 
-ELEMENTWISE = tuple(one for one in ALGORITHMS if not one.is_of_matrices)
-"""Those whose whole step is one kernel call."""
-
 
 def algorithm_of_fp32(entries: Iterable[object]) -> Algorithm:
     """Return the algorithm whose moments an fp32 optimizer's state has, or raise ValueError."""

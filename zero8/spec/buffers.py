@@ -7,33 +7,18 @@ import torch
 from torch import Tensor
 
 
-def check_buffer(
-    name: str,
-    tensor: object,
-    numel: int,
-    dtypes: Collection[torch.dtype],
-    device: torch.device | None = None,
-) -> Tensor:
-    """Return the tensor; raise ValueError unless it is contiguous memory for this many elements.
-
-    Without a device any device that has memory is valid.
-    """
-    tensor = check_entry(name, tensor, numel, dtypes, device)
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name}: got strides {tensor.stride()}, expected a contiguous tensor")
-    return tensor
-
-
 def check_entry(
     name: str,
     tensor: object,
     numel: int,
     dtypes: Collection[torch.dtype],
     device: torch.device | None = None,
+    *,
+    is_contiguous: bool = False,
 ) -> Tensor:
     """Return the tensor; raise ValueError unless it has this many elements in memory.
 
-    Any strides are valid.
+    Without a device any device that has memory is valid, and any strides unless `is_contiguous`.
     """
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name}: got {type(tensor).__name__}, expected a tensor")
@@ -54,6 +39,8 @@ def check_entry(
             f"{name}: got a storage of {tensor.untyped_storage().nbytes()} bytes, expected at "
             f"least {end_bytes}"
         )
+    if is_contiguous and not tensor.is_contiguous():
+        raise ValueError(f"{name}: got strides {tensor.stride()}, expected a contiguous tensor")
     return tensor
 
 

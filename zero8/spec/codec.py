@@ -37,13 +37,14 @@ from torch import Tensor
 
 from zero8.spec import arithmetic as ieee
 from zero8.spec.algorithm import MomentRule
-from zero8.spec.dynamic import DynamicCode
+from zero8.spec.dynamic import dynamic_code
 from zero8.spec.fp8 import Fp8Code
-from zero8.spec.linear4 import Linear4Code
-from zero8.spec.log import DitheredLogCode, LogCode, SignedLogCode
+from zero8.spec.levels import NearestEntry
+from zero8.spec.linear4 import linear4_code
+from zero8.spec.log import LogCode, SignedLogCode
 from zero8.spec.shown import shown
 
-MomentCode = SignedLogCode | DitheredLogCode | LogCode | DynamicCode | Fp8Code | Linear4Code
+MomentCode = SignedLogCode | LogCode | NearestEntry | Fp8Code
 """A code of moments.
 
 `scales` returns those of blocks, `encode` the codes of flushed float32 values, and `decode` the
@@ -56,15 +57,15 @@ values.  The last two take the scale of each element's block.  `encode` takes th
 class Codec:
     """The codes of all kinds of moments, and the number that kernels and files use.
 
-    `of_dithered` is of those moments that can be negative and are dithered; it decodes like
-    `of_signed`.
+    `of_dithered` is of those moments that can be negative and are dithered, where that is not
+    `of_signed`, like which it decodes.
     """
 
     name: str
     number: int
     of_signed: MomentCode
-    of_dithered: MomentCode
     of_unsigned: MomentCode
+    of_dithered: MomentCode | None = None
 
     def bits_of(self, moments: Sequence[MomentRule]) -> float:
         """Return the mean of the bits of moments' codes, an int if it is a whole number."""
@@ -75,17 +76,17 @@ class Codec:
         """Return the code of a moment."""
         if not moment.is_signed:
             return self.of_unsigned
-        return self.of_dithered if moment.is_dithered else self.of_signed
+        return self.of_dithered if moment.is_dithered and self.of_dithered else self.of_signed
 
 
 CODECS = {
     codec.name: codec
     for codec in (
-        Codec("dynamic", 1, DynamicCode(True), DynamicCode(True), DynamicCode(False)),
-        Codec("log", 4, SignedLogCode(), DitheredLogCode(), LogCode()),
-        Codec("log6", 6, SignedLogCode(6), DitheredLogCode(6), LogCode(6)),
-        Codec("linear4", 7, Linear4Code(True), Linear4Code(True), Linear4Code(False)),
-        Codec("fp8", 5, Fp8Code(True), Fp8Code(True), Fp8Code(False)),
+        Codec("dynamic", 1, dynamic_code(signed=True), dynamic_code(signed=False)),
+        Codec("log", 4, SignedLogCode(), LogCode(), SignedLogCode(is_dithered=True)),
+        Codec("log6", 6, SignedLogCode(6), LogCode(6), SignedLogCode(6, is_dithered=True)),
+        Codec("linear4", 7, linear4_code(signed=True), linear4_code(signed=False)),
+        Codec("fp8", 5, Fp8Code(True), Fp8Code(False)),
     )
 }
 """The codecs of `codec=...`, by name."""
@@ -112,7 +113,7 @@ def codec_numbered(number: int) -> Codec:
 
 def has_zero(code: MomentCode) -> bool:
     """Return whether an element can be 0 in a block that is not all zeros."""
-    return code.signed or not isinstance(code, Linear4Code)
+    return not isinstance(code, NearestEntry) or code.has_zero
 
 
 def quantize(
@@ -130,7 +131,7 @@ def quantize(
     """
     x = ieee.flush(x)
     scales = code.scales(x, block, num_blocks)
-    if settling is None and type(code) is SignedLogCode:
+    if settling is None and isinstance(code, SignedLogCode) and not code.is_dithered:
         scales = code.kept(x, scales, block)
     return code.encode(x, scales[block], dither, settling), scales
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The codes of `dynamic`: the maps of the 8-bit optimizers paper and of bitsandbytes."""
 
-from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,32 +10,14 @@ from zero8.spec import arithmetic as ieee
 from zero8.spec.levels import NearestEntry
 
 
-@dataclass(frozen=True)
-class DynamicCode(NearestEntry):
-    """The nearest entry of the paper's dynamic tree map: (C5) and (C6).
+def dynamic_code(*, signed: bool) -> NearestEntry:
+    """Return the nearest entry of the map of bitsandbytes' `create_dynamic_map`: (C5) and (C6).
 
-    Only 0 has an unsigned moment's code of 0.  Error: at most half the gap around n, times |scale|;
-    the largest gap is 0.0141 (m) or 0.0070 (v).
+    Error: at most half the gap around n, times |scale|; the largest gap is 0.0141 (m) or 0.0070
+    (v).  With the least scale entries stay normal, and no normal float rounds to 0.
     """
-
-    bits = 8
-
-    @property
-    def min_scale(self) -> float:
-        """Smaller scales are raised to it: entries stay normal, and no normal float rounds to 0."""
-        return 2.0**-105 if self.signed else 2.0**-104
-
-    @cached_property
-    def entries(self) -> Tensor:
-        """(256,) float32, ascending: the map, equal to bitsandbytes' `create_dynamic_map`."""
-        return tree_map(7, 0 if self.signed else 1, signed=self.signed)
-
-    def encode(
-        self, x: Tensor, scale: Tensor, dither: Tensor | None, settling: float | None = None
-    ) -> Tensor:
-        """Return the code of each element, equation (C5), uint8; ignores dither and settling."""
-        code = super().encode(x, scale, dither, settling)
-        return code if self.signed else torch.where(x > 0, code.clamp(min=1), code)
+    entries = partial(tree_map, 7, 0 if signed else 1, signed=signed)
+    return NearestEntry(signed, 8, entries, 2.0**-105 if signed else 2.0**-104)
 
 
 def tree_map(num_decades: int, bits_of_first: int, *, signed: bool) -> Tensor:

@@ -64,22 +64,18 @@ def _fault_of_log(code: LogCode, codes: Tensor, scales: Tensor, block_numbers: B
     in_range = (step >= least) & (step <= most) & (step == step.round())
     if not torch.where(high == 0, step == 0, in_range).all():
         return f"a range of codes that is not between {least} and {most}"
-    # Blocks whose levels reach below the normal floats; most checkpoints have none.
-    bits = high.contiguous().view(torch.int32).to(torch.int64)
-    base = bits - (code.top * step.to(torch.int64) >> code.part_bits)
-    low = (high > 0) & (base + (step.to(torch.int64) >> code.part_bits) < code.NORMAL_BITS)
-    if not low.any():
+    # Blocks whose levels reach below the normal floats, which decode to 0; most checkpoints have
+    # none.
+    first = code.decode(torch.ones_like(high, dtype=torch.uint8), scales, 1.0)
+    is_low = (high > 0) & ~(first > 0)
+    if not is_low.any():
         return ""
     # A sound run has some, where gradients ended long ago.  Chunk by chunk, because block numbers
     # and levels take 48 bytes per element.
     for begin in range(0, codes.numel(), _CHUNK_NUMEL):
         here = codes[begin : begin + _CHUNK_NUMEL]
         block = block_numbers(begin, begin + len(here))
-        chosen = low[block] & (here != 0)
-        at = block[chosen]
-        level = base[at] + (
-            here[chosen].to(torch.int64) * step[at].to(torch.int64) >> code.part_bits
-        )
-        if (level < code.NORMAL_BITS).any():
+        values = code.decode(here, scales[block], 1.0)
+        if (is_low[block] & (here != 0) & ~(values > 0)).any():
             return "a code below the smallest normal float"
     return ""

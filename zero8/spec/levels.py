@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Codes that are places in a table of levels, and the largest values of blocks."""
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,35 +26,38 @@ def decoded(levels: Tensor, codes: Tensor, scale: Tensor, gain: float) -> Tensor
 
 
 @dataclass(frozen=True)
-class NearestEntry(ABC):
+class NearestEntry:
     """The nearest entry of an ascending map that ends at 1; a tie goes to the larger entry.
 
         n = x * (1/scale);  code = number of thresholds <= n, less `first`                   (C5)
         scale = the block's element of largest magnitude, with its sign                      (C6)
 
     So the block's largest element has the last entry, and decodes exactly: to the same scale again.
-    Codes below 0 count from 2^bits.
+    Codes below 0 count from 2^bits.  Only 0 has an unsigned moment's code of the entry 0.
+
+    Attributes:
+        map: returns the entries, (2^bits,) float32; those of signed codes do not reach -1.
+        min_scale: smaller scales are raised to it.
+        first: the place of the entry that has code 0.
     """
 
     signed: bool
+    bits: int
+    map: Callable[[], Tensor]
+    min_scale: float
+    first: int = 0
 
-    bits: ClassVar[int]
     scale_shape = ()
 
     @cached_property
-    @abstractmethod
     def entries(self) -> Tensor:
-        """(2^bits,) float32, ascending, the last one 1; those of signed codes do not reach -1."""
+        """(2^bits,) float32, ascending."""
+        return self.map()
 
     @property
-    @abstractmethod
-    def min_scale(self) -> float:
-        """Smaller scales are raised to it."""
-
-    @property
-    def first(self) -> int:
-        """The place of the entry that has code 0."""
-        return 0
+    def has_zero(self) -> bool:
+        """Whether an entry is 0; if not, only blocks of zeros decode to it."""
+        return bool((self.levels == 0).any())
 
     @cached_property
     def levels(self) -> Tensor:
@@ -95,4 +97,6 @@ class NearestEntry(ABC):
         inverse = torch.where(scale == 0, 0.0, ieee.div(1.0, scale))
         normalized = ieee.mul(x, inverse)
         place = torch.searchsorted(self.thresholds.to(x.device), normalized, right=True)
+        if self.has_zero and not self.signed:
+            place = torch.where(x > 0, place.clamp(min=1), place)
         return (place - self.first & (1 << self.bits) - 1).to(torch.uint8)

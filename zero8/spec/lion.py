@@ -11,27 +11,11 @@ sign(c) is 2^126 * c clipped to +-1: 0 where c is 0, and +-1 elsewhere, as c is 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from zero8.spec import arithmetic as ieee
-from zero8.spec.algorithm import Algorithm, Group, MomentRule
-
-
-class LionScalars(NamedTuple):
-    """The scalars of equations (R1) and (L1)-(L3), all float32 values."""
-
-    beta1: float
-    beta2: float
-    one_minus_beta1: float
-    one_minus_beta2: float
-    lr: float
-    decay: float
-    l2: float
-    grad_sign: float
-    grad_factor: float = 1.0
+from zero8.spec.algorithm import Algorithm, Group, MomentRule, Scalars
 
 
 class Lion(Algorithm):
@@ -45,27 +29,25 @@ class Lion(Algorithm):
     options = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False}
     keywords = tuple(options)
     step_if_unknown = 0
-    scalars_type = LionScalars
 
-    def scalars(
+    def exact_scalars(
         self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool
-    ) -> LionScalars:
+    ) -> dict[str, float]:
         """See `Algorithm`; every step has the same scalars."""
         lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
-        exact = LionScalars(
-            beta1=beta1,
-            beta2=beta2,
-            one_minus_beta1=1 - beta1,
-            one_minus_beta2=1 - beta2,
-            lr=lr,
-            decay=1 - lr * group["weight_decay"],
-            l2=0.0,
-            grad_sign=-1.0 if group["maximize"] else 1.0,
-        )
-        return LionScalars(*np.array(exact, np.float32).tolist())
+        return {
+            "beta1": beta1,
+            "beta2": beta2,
+            "one_minus_beta1": 1 - beta1,
+            "one_minus_beta2": 1 - beta2,
+            "lr": lr,
+            "decay": 1 - lr * group["weight_decay"],
+            "l2": 0.0,
+            "grad_sign": -1.0 if group["maximize"] else 1.0,
+        }
 
     def step(
-        self, s: LionScalars, p: Tensor, g: Tensor, moments: Sequence[Tensor]
+        self, s: Scalars, p: Tensor, g: Tensor, moments: Sequence[Tensor]
     ) -> tuple[list[Tensor], Tensor]:
         """See `Algorithm`."""
         (m,) = moments

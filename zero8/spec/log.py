@@ -152,6 +152,8 @@ class SignedLogCode:
     smaller, fine steps near 0 count for more than those near the top.
 
     Steps round by (C2') or, with a settling below `least_settling` of the narrow levels, by (C2").
+    Moments that always live long have a code `is_dithered`, which never chooses the wide levels and
+    rounds by (C2") in all steps.
 
     Quantized values choose the same levels again, whichever elements are sampled.  t is a narrow
     level, so values of at least t round to it or above, and decode to t or more, with the same s;
@@ -160,10 +162,11 @@ class SignedLogCode:
     or lower.  With 6 bits t is 11.95, or 0.47 cells above 11.  The dither may round them up to t,
     so values that one set alone holds exactly keep that one (`kept`).
 
-    Error: that of the chosen levels.
+    Error: that of the chosen levels; dithered, twice as much.
     """
 
     bits: int = 8
+    is_dithered: bool = False
 
     signed = True
     scale_shape = ()
@@ -201,6 +204,8 @@ class SignedLogCode:
         """Return the scale of each block, equations (C4) and (C9); 0 for a block of zeros."""
         absmax = block_absmax(x, block, num_blocks)
         narrow = self.narrow.scales(absmax)
+        if self.is_dithered:
+            return narrow
         joint = ieee.mul(self.narrow.levels[self.joint], narrow)
         sampled = place_in_block(block, num_blocks) % self.SAMPLE_OF < self.SAMPLE
         large = torch.bincount(block[sampled & (x.abs() >= joint[block])], minlength=num_blocks)
@@ -237,35 +242,12 @@ class SignedLogCode:
         self, x: Tensor, scale: Tensor, dither: Tensor | None, settling: float | None = None
     ) -> Tensor:
         """Return the code of each element, equation (C2), in steps (C2') or (C2"); uint8."""
-        is_dithered = settling is not None and settling < self.narrow.least_settling
-        how = (None, dither) if is_dithered else (settling, None)
+        lives_long = settling is not None and settling < self.narrow.least_settling
+        how = (None, dither) if self.is_dithered or lives_long else (settling, None)
         narrow, wide = (q.magnitudes(x, scale.abs(), *how) for q in (self.narrow, self.wide))
-        return self._signed(torch.where(scale < 0, wide, narrow), x)
-
-    def _signed(self, magnitude: Tensor, x: Tensor) -> Tensor:
+        magnitude = torch.where(scale < 0, wide, narrow)
         code = torch.where(x < 0, -magnitude, magnitude)
         return (code & (1 << self.bits) - 1).to(torch.uint8)
-
-
-@dataclass(frozen=True)
-class DitheredLogCode(SignedLogCode):
-    """A sign and a magnitude among 4 octaves of 32 levels (of 8), rounded by the dither in steps.
-
-    It decodes like `SignedLogCode`, and never chooses the wide levels.
-
-    Error: one cell (dithered) or half a cell (nearest); a cell is at most 1/32 of |x| + scale, with
-    6 bits 1/8.
-    """
-
-    def scales(self, x: Tensor, block: Tensor, num_blocks: int) -> Tensor:
-        """Return the scale of each block, equation (C4); 0 for a block of zeros."""
-        return self.narrow.scales(block_absmax(x, block, num_blocks))
-
-    def encode(
-        self, x: Tensor, scale: Tensor, dither: Tensor | None, settling: float | None = None
-    ) -> Tensor:
-        """Return the code of each element, (C2") in steps and (C2) without dither; uint8."""
-        return self._signed(self.narrow.magnitudes(x, scale, None, dither), x)
 
 
 @dataclass(frozen=True)

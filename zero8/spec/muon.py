@@ -25,15 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from zero8.spec.algorithm import Algorithm, Group, MomentRule
+from zero8.spec.algorithm import Algorithm, Group, MomentRule, Scalars
 from zero8.spec.newton_schulz import COEFFICIENTS
-from zero8.spec.sgd import SGD, Sgd, SgdScalars
+from zero8.spec.sgd import SGD, Sgd
 from zero8.spec.shown import shown
-
-
-class MuonScalars(SgdScalars):
-    """The scalars of equations (R1) and (O1)-(O4); `lr` is not multiplied by the ratio yet."""
-
 
 RATIOS = ("match_rms_adamw", "original", None)
 """The valid `adjust_lr_fn`; None means "original", as in torch."""
@@ -68,7 +63,6 @@ class Muon(Sgd):
     keywords = (*options, "betas", "eps", "adam_params", "muon_lr", "adam_lr")
     no_effect_keys = ("ns_method",)  # DeepSpeed's: two ways of computing (N1)
     fp32_options = {}
-    scalars_type = MuonScalars
     is_of_matrices = True
 
     @property
@@ -104,22 +98,21 @@ class Muon(Sgd):
             if group[name] not in valid:
                 raise ValueError(f"{name}: got {shown(group[name])}, expected one of {list(valid)}")
 
-    def scalars(
+    def exact_scalars(
         self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool
-    ) -> MuonScalars:
-        """See `Algorithm`."""
+    ) -> dict[str, float]:
+        """See `Algorithm`; `lr` is not multiplied by the ratio yet."""
         lr, momentum, nesterov = float(group["lr"]), group["momentum"], group["nesterov"]
-        exact = MuonScalars(
-            momentum=momentum,
-            grad_share=1 - momentum,
-            update_of_moment=momentum if nesterov else 1.0,
-            update_of_grad=1 - momentum if nesterov else 0.0,
-            lr=lr,
-            decay=1 - lr * group["weight_decay"],
-            l2=0.0,
-            grad_sign=-1.0 if group["maximize"] else 1.0,
-        )
-        return MuonScalars(*np.array(exact, np.float32).tolist())
+        return {
+            "momentum": momentum,
+            "grad_share": 1 - momentum,
+            "update_of_moment": momentum if nesterov else 1.0,
+            "update_of_grad": 1 - momentum if nesterov else 0.0,
+            "lr": lr,
+            "decay": 1 - lr * group["weight_decay"],
+            "l2": 0.0,
+            "grad_sign": -1.0 if group["maximize"] else 1.0,
+        }
 
 
 def matrices_of(shape: Sequence[int]) -> tuple[int, int, int]:
@@ -167,22 +160,21 @@ def lr_ratio(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
     return math.sqrt(max(1.0, rows / columns))
 
 
-def forming(s: MuonScalars) -> MuonScalars:
+def forming(s: Scalars) -> Scalars:
     """Return the scalars with which SGD's kernel computes (O1), and (O2) as a parameter of 0."""
     return s._replace(lr=-1.0, decay=0.0)
 
 
-def applying(s: MuonScalars, ratio: float) -> MuonScalars:
+def applying(s: Scalars, ratio: float) -> Scalars:
     """Return the scalars with which SGD's kernel computes (O4), with O as gradient and moment."""
-    return MuonScalars(
+    return s._replace(
         momentum=0.0,
         grad_share=1.0,
         update_of_moment=1.0,
         update_of_grad=0.0,
         lr=float(np.float32(s.lr * ratio)),
-        decay=s.decay,
-        l2=0.0,
         grad_sign=1.0,
+        grad_factor=1.0,
     )
 
 

@@ -76,7 +76,7 @@ def step(segment: Segment) -> int:
 
 def _step_int8(segment: Segment, scales: Tensor) -> int:
     """Take one step on INT8 weights: equations (W1) to (W3) of int8_rows.py."""
-    codes = segment.param.view(len(scales), segment.own_row_length)
+    codes = segment.param.view(len(scales), segment.param.numel() // max(1, len(scales)))
     weights = int8_rows.decoded(codes, scales)
     wide = replace(segment, param=weights.view(-1), row_scales=None)
     skipped = step(wide)
@@ -129,7 +129,7 @@ def _store(
         return
     code = segment.codec.code_of(rule)
     thresholds = _in_blocks(segment, moment.phase)
-    settling = None if rule.settling is None else getattr(segment.scalars, rule.settling)
+    settling = None if rule.is_dithered else segment.scalars.settling
     kept = torch.where(good, x, 0.0)
     codes, scales = quantize(code, kept, block, bad_blocks.numel(), thresholds, settling)
     place = segment.grid, segment.first

@@ -78,10 +78,3 @@ class Segment:
     weight_sums: Tensor | None = None
     copy: Tensor | None = None
     row_scales: Tensor | None = None
-
-    @property
-    def own_row_length(self) -> int:
-        """Elements of a row that begins with a unit of codes, and of INT8 weights has a scale."""
-        if self.row_scales is None or not self.row_scales.numel():
-            return self.grid.code_row_length
-        return self.param.numel() // self.row_scales.numel()

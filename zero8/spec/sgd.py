@@ -13,28 +13,13 @@ The first step has no dampening, as in torch: m' = g.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from zero8.spec import arithmetic as ieee
-from zero8.spec.algorithm import Algorithm, Group, MomentRule
+from zero8.spec.algorithm import Algorithm, Group, MomentRule, Scalars
 from zero8.spec.shown import shown
-
-
-class SgdScalars(NamedTuple):
-    """The scalars of equations (R1) and (M1)-(M3), all float32 values."""
-
-    momentum: float
-    grad_share: float
-    update_of_moment: float
-    update_of_grad: float
-    lr: float
-    decay: float
-    l2: float
-    grad_sign: float
-    grad_factor: float = 1.0
 
 
 class Sgd(Algorithm):
@@ -57,7 +42,6 @@ class Sgd(Algorithm):
     keywords = tuple(options)
     step_if_unknown = 1  # torch's states do not say theirs; they have taken one at least
     fp32_options: Mapping[str, Any] = {"foreach": None, "differentiable": False, "fused": None}
-    scalars_type = SgdScalars
 
     def check(self, group: Group) -> None:
         """See `Algorithm`."""
@@ -75,26 +59,25 @@ class Sgd(Algorithm):
                 f"nesterov: got true with a dampening of {shown(dampening)}, expected 0 beside it"
             )
 
-    def scalars(
+    def exact_scalars(
         self, step: int, memory: tuple[float, ...], group: Group, bias_correction: bool
-    ) -> SgdScalars:
+    ) -> dict[str, float]:
         """See `Algorithm`; only the first step has other scalars than the rest."""
         lr, momentum, decay = float(group["lr"]), group["momentum"], group["weight_decay"]
         is_decoupled, nesterov = group["decoupled_weight_decay"], group["nesterov"]
-        exact = SgdScalars(
-            momentum=momentum,
-            grad_share=1.0 if step == 1 else 1 - group["dampening"],
-            update_of_moment=momentum if nesterov else 1.0,
-            update_of_grad=1.0 if nesterov else 0.0,
-            lr=lr,
-            decay=1 - lr * decay if is_decoupled else 1.0,
-            l2=0.0 if is_decoupled else decay,
-            grad_sign=-1.0 if group["maximize"] else 1.0,
-        )
-        return SgdScalars(*np.array(exact, np.float32).tolist())
+        return {
+            "momentum": momentum,
+            "grad_share": 1.0 if step == 1 else 1 - group["dampening"],
+            "update_of_moment": momentum if nesterov else 1.0,
+            "update_of_grad": 1.0 if nesterov else 0.0,
+            "lr": lr,
+            "decay": 1 - lr * decay if is_decoupled else 1.0,
+            "l2": 0.0 if is_decoupled else decay,
+            "grad_sign": -1.0 if group["maximize"] else 1.0,
+        }
 
     def step(
-        self, s: SgdScalars, p: Tensor, g: Tensor, moments: Sequence[Tensor]
+        self, s: Scalars, p: Tensor, g: Tensor, moments: Sequence[Tensor]
     ) -> tuple[list[Tensor], Tensor]:
         """See `Algorithm`."""
         m = ieee.fma(s.grad_share, g, moments[0])

@@ -31,8 +31,7 @@ def _entries_of(algorithm: Algorithm) -> frozenset[str]:
     """Return the keys of all entries that states of an algorithm have in any form."""
     endings = (*CODES_ENDINGS, "_scale", "")
     moments = {f"{name}{end}" for name in algorithm.moment_names for end in endings}
-    memory = {one.name for one in algorithm.memory}
-    return frozenset({"step", "format", "param_correction"} | memory | moments)
+    return frozenset({"step", "format", "param_correction", *algorithm.memory, *moments})
 
 
 ENTRIES = frozenset[str]().union(*map(_entries_of, ALGORITHMS))

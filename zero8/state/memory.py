@@ -5,35 +5,33 @@ from collections.abc import Callable
 from functools import cache
 from operator import itemgetter
 
-from zero8.spec.algorithm import Algorithm
+from zero8.spec.algorithm import UNKNOWN, Algorithm
 from zero8.spec.shown import shown
 from zero8.state.header import Entries
 
 
 def unknown_memory(algorithm: Algorithm) -> Entries:
     """Return the entries for moments of unknown origin."""
-    return {one.name: one.unknown for one in algorithm.memory}
+    return dict.fromkeys(algorithm.memory, UNKNOWN)
 
 
 def new_memory(algorithm: Algorithm) -> Entries:
     """Return the entries before the first step."""
-    return {one.name: 0.0 for one in algorithm.memory}
+    return dict.fromkeys(algorithm.memory, 0.0)
 
 
 @cache
 def counters(algorithm: Algorithm) -> dict[str, Callable[[Entries], float]]:
     """Return fast readers of the step and the remembered numbers of a state, by their names."""
-    names = ("step", *(one.name for one in algorithm.memory))
-    return {name: itemgetter(name) for name in names}
+    return {name: itemgetter(name) for name in ("step", *algorithm.memory)}
 
 
 def checked_memory(algorithm: Algorithm, saved: Entries) -> Entries:
     """Return the entries of a saved state; raise ValueError if one is not a float in its range."""
-    for one in algorithm.memory:
-        value = saved[one.name]
-        if type(value) is not float or not 0.0 <= value <= one.unknown:
+    for name in algorithm.memory:
+        value = saved[name]
+        if type(value) is not float or not 0.0 <= value <= UNKNOWN:
             raise ValueError(
-                f"state entry {one.name}: got {shown(value)}, expected a float from 0 to "
-                f"{one.unknown}"
+                f"state entry {name}: got {shown(value)}, expected a float from 0 to {UNKNOWN}"
             )
-    return {one.name: saved[one.name] for one in algorithm.memory}
+    return {name: saved[name] for name in algorithm.memory}

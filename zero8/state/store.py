@@ -14,7 +14,7 @@ from zero8.environment.pages import advise
 from zero8.op import kernel
 from zero8.op.kernel import CodedMoment
 from zero8.spec.algorithm import MomentRule
-from zero8.spec.buffers import check_buffer
+from zero8.spec.buffers import check_entry
 from zero8.spec.codec import Codec, MomentCode, dequantize, quantize
 from zero8.spec.faults import fault, fault_of_values
 from zero8.spec.grid import UNITS
@@ -82,7 +82,7 @@ class MomentStore:
             (torch.float32, (self.table.size(quantized=False),)),
         )
         for (name, buffer), (dtype, shape) in zip(self.named_buffers.items(), like, strict=True):
-            check_buffer(name, buffer, math.prod(shape), [dtype])
+            check_entry(name, buffer, math.prod(shape), [dtype], is_contiguous=True)
             if tuple(buffer.shape) != shape:
                 raise ValueError(f"{name}: got shape {tuple(buffer.shape)}, expected {shape}")
         if len({buffer.device for buffer in self.buffers}) > 1:

@@ -7,8 +7,6 @@ from pathlib import Path
 from zero8.checkpoint.commands import convert, diff, inspect, verify
 from zero8.files import tags
 
-TROUBLE = 2
-"""Exit status of a command that failed, as of wrong usage."""
 HELP = {
     "verify": "check that a checkpoint is whole: exit status 0, or 1 if it is damaged",
     "inspect": "show the contents of a checkpoint, and how its codes are used",
@@ -22,7 +20,7 @@ HELP = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the commands."""
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, (add, run_one) in {
+    for name, (add, run) in {
         "verify": (verify.add_arguments, verify.run),
         "inspect": (inspect.add_arguments, inspect.run),
         "diff": (diff.add_arguments, diff.run),
@@ -33,18 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command = commands.add_parser(name, help=HELP[name], description=HELP[name])
         command.add_argument("--json", action="store_true", help="print one JSON object")
         add(command)
-        command.set_defaults(run_checkpoint=run_one)
-
-
-def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
-    """Return exit status, JSON object and text of a command."""
-    try:
-        return arguments.run_checkpoint(arguments)
-    except (ValueError, OSError) as error:
-        text = str(error)
-    except (MemoryError, RecursionError) as error:
-        text = f"{type(error).__name__}: the checkpoint needs more memory or stack than available"
-    return TROUBLE, {"error": text}, f"zero8 checkpoint: {text}"
+        command.set_defaults(run=run)
 
 
 def _add_arguments_of_seal(parser: argparse.ArgumentParser) -> None:
