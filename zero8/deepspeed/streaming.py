@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sub-groups of ZeRO-3 on a disk, in memory while they step.
 
-A step over mapped pages would wait at each of them.  So a sub-group is read into one of two slots,
-past the page cache, while the one before it steps, and is written back while the one after it is
-read.  Between steps all tensors are in their mapped files.
+A step over mapped pages would wait at each of them.  So a sub-group is read into a slot, past the
+page cache, while the one before it steps and the one before that is written.  Between steps all
+tensors are in their mapped files.
 
 If a transfer fails, the rank logs the error and ends, as it does where a mapped page cannot be
 read: what has been stepped is lost, and a rank that raised alone would leave the others waiting.
@@ -26,6 +26,8 @@ from zero8.deepspeed.moment_tensor import MomentTensor
 from zero8.files.scratch import file_of, in_pages
 from zero8.state.tell import logger
 
+SLOTS = 3
+"""How many sub-groups are in memory: with two, a read would wait for a write."""
 _MOST_BYTES = 1 << 30  # Linux transfers less than 2 GiB at once
 
 
@@ -110,15 +112,16 @@ class _Slot:
 
 
 class Stream:
-    """Two slots, and two threads that fill and empty them."""
+    """Slots, and threads that fill and empty them."""
 
     def __init__(self) -> None:
         """Start without transfers."""
-        self._threads, self._slots = ThreadPoolExecutor(2, "zero8-disk"), (_Slot(), _Slot())
+        self._threads = ThreadPoolExecutor(SLOTS, "zero8-disk")
+        self._slots = [_Slot() for _ in range(SLOTS)]
 
     def read_ahead(self, number: int, sub_group: SubGroup) -> None:
         """Begin to read a sub-group, unless it has been read, or is being read."""
-        slot = self._slots[number % 2]
+        slot = self._slots[number % SLOTS]
         if slot.number == number:
             return
         if slot.is_taken:  # by one whose step has raised
@@ -128,11 +131,11 @@ class Stream:
     def take(self, number: int, sub_group: SubGroup) -> None:
         """Have the tensors of a sub-group in memory."""
         self.read_ahead(number, sub_group)
-        self._slots[number % 2].take()
+        self._slots[number % SLOTS].take()
 
     def give_back(self, number: int) -> None:
         """Have the tensors of a sub-group in their files, when `wait` has been called."""
-        slot = self._slots[number % 2]
+        slot = self._slots[number % SLOTS]
         if slot.number == number and slot.is_taken:
             slot.give_back(self._threads)
 

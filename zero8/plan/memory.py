@@ -134,8 +134,8 @@ def _stage3(model: Model, setup: Setup, share: Share) -> Iterator[_Tensors]:
         stepped = [sub_group]
     yield _step_gradients(setup, stepped)
     if setup.offload == "nvme":
-        # zero8 has two slots for the master weights and states of a sub-group.
-        slots = 2 * (masters + share.moments_bytes) * sub_group // max(1, numel)
+        # zero8 has three slots for the master weights and states of a sub-group.
+        slots = min(3 * sub_group, numel) * (masters + share.moments_bytes) // max(1, numel)
         buffers = slots if setup.is_8bit else master * sub_group * setup.buffer_count
         yield _Tensors(HOST, "buffers of swapping", [buffers])
 
