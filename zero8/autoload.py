@@ -21,9 +21,9 @@ def install() -> None:
     """
     try:
         import torch
+        from wrapt import register_post_import_hook
 
         from zero8.deepspeed import seams
-        from zero8.deepspeed.when_imported import when_imported
         from zero8.optimizer import way_back
         from zero8.optimizer.elementwise import OPTIMIZERS
 
@@ -34,7 +34,7 @@ def install() -> None:
             ("runtime.engine", seams.install_early, "cannot follow DeepSpeed's engines"),
             ("ops.op_builder.all_ops", seams.add_op, "could not add its op to ds_report"),
         ):
-            when_imported(f"deepspeed.{module}", _warned(act, failure))
+            register_post_import_hook(_warned(act, failure), f"deepspeed.{module}")
     except Exception as error:
         warnings.warn(f"zero8 could not register itself: {error!r}", stacklevel=2)
 

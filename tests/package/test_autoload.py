@@ -24,9 +24,8 @@ print(torch.optim.Adam8bitBlockwise.__module__)
 print("deepspeed" in sys.modules, any(name.startswith("deepspeed.") for name in sys.modules))
 import zero8
 print(zero8.Adam8bitBlockwise is torch.optim.Adam8bitBlockwise)
-print(sum(type(finder).__module__ == "zero8.deepspeed.when_imported" for finder in sys.meta_path))
 """)
-    assert lines == ["zero8.optimizer.elementwise", "False False", "True", "2"]
+    assert lines == ["zero8.optimizer.elementwise", "False False", "True"]
     assert "zero8" not in errors
 
 
