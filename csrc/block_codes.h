@@ -31,18 +31,11 @@ bool decode_block(const Segment& seg, int k, const Block& b, float gain, const C
   return has_finite_scales<Code>(scales);
 }
 
-// Writes codes and scales of the new values of moment k.  `magnitudes` are the largest.
+// Writes codes and scales of the new values of moment k, whose range is `range`.
 template <class Code>
 void encode_block(const Segment& seg, int k, const Block& b, const BlockValues& values,
-                  const CodecMaps& maps, Vec::I magnitudes) {
+                  const CodecMaps& maps, const Range& range) {
   const Moment& moment = seg.moments[k];
-  Range range(Code::kSigned);
-  if constexpr (Code::kUsesOther) {
-    for_vectors(0, b.count, [&](int i, auto) ZERO8_INLINE {
-      range.add(Code::kSigned, Vec::load(values.x + i));
-    });
-  }
-  range.high = magnitudes;
   const typename Code::Encoder of_block(range, maps, values,
                                         moment.scales + b.local * Code::kScales);
   uint8_t* codes = static_cast<uint8_t*>(moment.values) + b.begin;
@@ -77,7 +70,7 @@ void encode_block(const Segment& seg, int k, const Block& b, const BlockValues& 
 struct BlockCode {
   bool (*decode)(const Segment&, int k, const Block&, float gain, const CodecMaps&, float* x);
   void (*encode)(const Segment&, int k, const Block&, const BlockValues&, const CodecMaps&,
-                 Vec::I magnitudes);
+                 const Range&);
   int num_scales;
   bool has_other_levels;
 };

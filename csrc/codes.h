@@ -9,8 +9,6 @@
 //       floats each block stores, 1 to kMaxScales; the code of exact 0; whether codes are in two's
 //       complement, and so to be loaded by Vec::load8s instead of Vec::load8; whether thresholds
 //       are used, and so is dither().
-//   kUsesOther
-//       Whether the scales depend on Range::other.
 //   kRaised, kLowered
 //       With fewer than 8 bits units.h makes bytes of codes, and codes of what the Encoder gives:
 //       it adds the one and subtracts the other.  Codes in two's complement get the upper bits of
@@ -136,12 +134,18 @@ constexpr float kNoStep = 0x1p126f;
 
 // What the codes of a block depend on besides their range.
 struct BlockValues {
+  uint32_t largest;                 // the pattern of the largest magnitude
   float* x;                         // up to a whole number of vectors, zeros at the end
   int count;                        // of them
   int place;                        // how many others lie before them
   int size;                         // of all together: more than `count` where others hold the rest
   float settling;                   // of (C2'), or kNoStep
   bool takes_other_levels = false;  // than (C9) says, where both are possible
+
+  ZERO8_DEVICE float absmax() const {
+    const float x = float_of(largest);
+    return x < kSaturation ? x : kSaturation;
+  }
 };
 
 // What is left to do to a code: negate it where x is negative; make it 0 where it is negative.
@@ -167,22 +171,24 @@ struct Range {
   ZERO8_DEVICE ZERO8_INLINE void add(bool is_signed, Vec::F x) {
     if (is_signed) {
       high = Vec::max_magnitude(high, x);
-      other = Vec::maxs(other, Vec::as_int(x));
     } else {
       high = Vec::maxu(high, Vec::as_int(x));
-      other = Vec::minu(other, Vec::addi(Vec::as_int(x), Vec::seti(~0u)));
+    }
+    add_other(is_signed, x);
+  }
+  ZERO8_DEVICE ZERO8_INLINE void add_other(bool is_signed, Vec::F x) {
+    const Vec::I bits = Vec::as_int(x);
+    if (is_signed) {
+      other = Vec::maxs(other, bits);
+    } else {
+      other = Vec::minu(other, Vec::addi(bits, Vec::seti(~0u)));
     }
   }
   ZERO8_DEVICE uint32_t largest() const { return Vec::reduce_maxu(high); }
   ZERO8_DEVICE uint32_t smallest() const { return Vec::reduce_minu(other) + 1u; }
-  ZERO8_DEVICE float absmax() const {
-    const float x = float_of(largest());
-    return x < kSaturation ? x : kSaturation;
-  }
   // The element of largest magnitude, with its sign, or `min_scale` if that is more; 0 for a block
   // of zeros: (C6).
-  ZERO8_DEVICE float extreme(bool is_signed, float min_scale) const {
-    const float magnitude = absmax();
+  ZERO8_DEVICE float extreme(bool is_signed, float magnitude, float min_scale) const {
     const bool is_positive = !is_signed || float_of(Vec::reduce_maxu(other)) >= magnitude;
     if (magnitude == 0.0f) return 0.0f;
     return magnitude < min_scale ? min_scale : is_positive ? magnitude : -magnitude;

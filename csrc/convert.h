@@ -34,8 +34,9 @@ struct Coded {
     }
     for (int i = 0; i < b.count && !is_finite; ++i) x[i] = __builtin_nanf("");
   }
-  void encode(const Block& b, Vec::I magnitudes, float* x, bool takes_other_levels = false) const {
-    code.encode(seg, 0, b, {x, b.count, 0, b.count, kNoStep, takes_other_levels}, maps, magnitudes);
+  void encode(const Block& b, const Range& range, float* x, bool takes_other_levels = false) const {
+    code.encode(seg, 0, b, {range.largest(), x, b.count, 0, b.count, kNoStep, takes_other_levels},
+                maps, range);
   }
   // Whether a block decodes to `x`.
   bool holds(const Block& b, const float* x) const {
@@ -95,14 +96,13 @@ int64_t write_blocks(const Segment& seg, const StepScalars&, const CodecMaps& ma
     const bool are_valid = copy_values<kSigned>(from, b.count, largest, x);
     // Not 0, of which there is no scale.
     for (int i = 0; i < b.count && !are_valid; ++i) x[i] = 1.0f;
-    Vec::I magnitudes = Vec::seti(0);
-    for_vectors(0, b.count, [&](int i, auto) ZERO8_INLINE {
-      magnitudes = Vec::maxu(magnitudes, Vec::magnitude_bits(Vec::load(x + i)));
-    });
-    moment.encode(b, magnitudes, x);
+    Range range(kSigned);
+    for_vectors(0, b.count,
+                [&](int i, auto) ZERO8_INLINE { range.add(kSigned, Vec::load(x + i)); });
+    moment.encode(b, range, x);
     if (moment.code.has_other_levels && !moment.holds(b, x)) {
-      moment.encode(b, magnitudes, x, true);
-      if (!moment.holds(b, x)) moment.encode(b, magnitudes, x);
+      moment.encode(b, range, x, true);
+      if (!moment.holds(b, x)) moment.encode(b, range, x);
     }
     for (int i = 0; i < moment.code.num_scales && !are_valid; ++i) {
       moment.scales(b)[i] = __builtin_nanf("");

@@ -119,7 +119,10 @@ constexpr int kPieceShift = 22;
 
 // A dynamic map, ascending, and what finds the nearest entry: zero8/op/codec_maps.py.
 struct DynamicMap {
-  float levels[256];
+  // Entry t = 2^e + j is gap[e] * t + origin[e], counted from 0; without a sign from -1.  By the
+  // exponent of t as a float, modulo 8.
+  float gap[8];
+  float origin[8];
   float thresholds[256];  // smallest value whose nearest entry is i + 1; the last is +inf
   // The entry's distance from 0, counted in entries, is piecewise linear in |x|.  The piece of x,
   // by its pattern, is number (pattern >> 16) * kPieceFactor >> kPieceShift, modulo 8, or the next

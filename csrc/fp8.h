@@ -14,7 +14,7 @@ struct Fp8 {
   static constexpr bool kSigned = kIsSigned, kIsDithered = false;
   static constexpr int kScales = 1;
   static constexpr uint32_t kZeroCode = 0;
-  static constexpr bool kTwosComplement = false, kUsesOther = false;
+  static constexpr bool kTwosComplement = false;
   static constexpr float kTop = 448.0f;
   static constexpr float kMinScale = 0x1p-117f;
   // The place of a code in the pattern of a float, whose exponent has another bias.
@@ -46,8 +46,8 @@ struct Fp8 {
     static constexpr Left kLeft = Left::kClamp;
     float inverse;
 
-    ZERO8_DEVICE Encoder(const Range& range, const CodecMaps&, const BlockValues&, float* stored) {
-      const float absmax = range.absmax();
+    ZERO8_DEVICE Encoder(const Range&, const CodecMaps&, const BlockValues& block, float* stored) {
+      const float absmax = block.absmax();
       const float rounded = float_of((bits_of(absmax / kTop) + 8u) & ~15u);
       const float scale = rounded < kMinScale ? kMinScale : rounded;
       *stored = absmax == 0.0f ? 0.0f : scale;

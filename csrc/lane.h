@@ -63,6 +63,8 @@ struct Lane : Operations<OneLane> {
   // Tables of 8 numbers; only the low 3 bits of the index count.
   ZERO8_DEVICE static I look_up8(const uint32_t* table, I index) { return table[index & 7]; }
   ZERO8_DEVICE static F look_up8(const float* table, I index) { return table[index & 7]; }
+  // The same of 16 numbers; indices are below 16.
+  ZERO8_DEVICE static F look_up16(const float* table, I index) { return table[index]; }
 };
 
 }  // namespace zero8::ZERO8_TARGET

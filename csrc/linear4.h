@@ -18,7 +18,7 @@ struct Linear4 {
   static constexpr uint32_t kZeroCode = 0, kRaised = kSigned ? 0 : 1;
   // The encoder gives places in the map, of which that of 0 has code 0, or bytes.
   static constexpr uint32_t kLowered = kSigned ? 7 : 1;
-  static constexpr bool kTwosComplement = false, kUsesOther = kSigned;
+  static constexpr bool kTwosComplement = false;
   static constexpr float kMinScale = kSigned ? 0x1p-118f : 0x1p-122f;
 
   struct Decoder {
@@ -32,10 +32,7 @@ struct Linear4 {
       if constexpr (!kSigned) {
         return vec.mul(Vec::mul_far(Vec::to_float(code), Vec::set(0x1p-4f)), scale);
       }
-      const Vec::I lower = Vec::as_int(Vec::look_up8(map->levels, code));
-      const Vec::I upper = Vec::as_int(Vec::look_up8(map->levels + 8, code));
-      const Vec::I level = Vec::choose(Vec::above(code, Vec::seti(7)), upper, lower);
-      return vec.mul(Vec::as_float(level), scale);
+      return vec.mul(Vec::look_up16(map->levels, code), scale);
     }
   };
 
@@ -44,10 +41,10 @@ struct Linear4 {
     const Linear4Map* map;
     float inverse;
 
-    ZERO8_DEVICE Encoder(const Range& range, const CodecMaps& maps, const BlockValues&,
+    ZERO8_DEVICE Encoder(const Range& range, const CodecMaps& maps, const BlockValues& block,
                          float* stored)
         : map(&maps.of_linear4) {
-      *stored = range.extreme(kSigned, kMinScale);
+      *stored = range.extreme(kSigned, block.absmax(), kMinScale);
       inverse = *stored == 0.0f ? 0.0f : 1.0f / *stored;
     }
     ZERO8_DEVICE Vec::I operator()(Vec::F x, Vec::I) const {

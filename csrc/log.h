@@ -35,7 +35,7 @@ struct SignedLog {
   static constexpr int kScales = 1;
   static constexpr uint32_t kZeroCode = 0;
   static constexpr uint32_t kRaised = 0, kLowered = 0;
-  static constexpr bool kTwosComplement = true, kUsesOther = false;
+  static constexpr bool kTwosComplement = true;
   using Narrow = Octaves<4, kBits - 3>;
   using Wide = Octaves<8, kBits - 4>;
   static constexpr float kJoint = 0.75f;  // (C3) of `joint`
@@ -67,10 +67,9 @@ struct SignedLog {
     bool is_dithered = false;
 
     ZERO8_DEVICE Encoder() {}
-    ZERO8_DEVICE Encoder(const Range& range, const CodecMaps&, const BlockValues& block,
-                         float* stored)
+    ZERO8_DEVICE Encoder(const Range&, const CodecMaps&, const BlockValues& block, float* stored)
         : is_dithered(block.settling < Narrow::kLeastSettling) {
-      const float absmax = range.absmax();
+      const float absmax = block.absmax();
       const float narrow = Narrow::scale(absmax), wide = Wide::scale(absmax);
       const int samples = block.size / kSampleOf * kSample +
                           (block.size % kSampleOf < kSample ? block.size % kSampleOf : kSample);
@@ -144,8 +143,8 @@ struct DitheredLog : SignedLog<kCodeBits> {
     float inverse = 0.0f;
 
     ZERO8_DEVICE Encoder() {}
-    ZERO8_DEVICE Encoder(const Range& range, const CodecMaps&, const BlockValues&, float* stored) {
-      const float absmax = range.absmax();
+    ZERO8_DEVICE Encoder(const Range&, const CodecMaps&, const BlockValues& block, float* stored) {
+      const float absmax = block.absmax();
       const bool is_zero = absmax == 0.0f;
       const float scale = is_zero ? 0.0f : Narrow::scale(absmax);
       *stored = scale;
@@ -171,7 +170,7 @@ struct Log {
   static constexpr bool kSigned = false, kIsDithered = true;
   static constexpr int kScales = 2;
   static constexpr uint32_t kZeroCode = 0, kRaised = 0, kLowered = 0;
-  static constexpr bool kTwosComplement = false, kUsesOther = true;
+  static constexpr bool kTwosComplement = false;
   static constexpr uint32_t kHalf = 0x43008000;  // see dither()
   static constexpr int32_t kMinSpan = 2 << 23, kMaxSpan = 28 << 23;
   static constexpr uint32_t kNormalBits = 0x00800000, kLowestBits = kNormalBits + 16;
@@ -207,7 +206,7 @@ struct Log {
     ZERO8_DEVICE Encoder() {}
     ZERO8_DEVICE Encoder(const Range& range, const CodecMaps&, const BlockValues& block,
                          float* stored) {
-      const uint32_t high = range.largest();
+      const uint32_t high = block.largest;
       const uint32_t low = range.smallest();
       int32_t span = static_cast<int32_t>(high - (low < kLowestBits ? kLowestBits : low));
       span = span < kMinSpan ? kMinSpan : span > kMaxSpan ? kMaxSpan : span;

@@ -69,17 +69,17 @@ ZERO8_INLINE inline bool can_step(const Reader<typename Algorithm::Scalars, P, G
   return are_moments<Algorithm>(largest) && (reader.s.proves_finite(largest) || reader.is_finite());
 }
 
-// Makes the new moments of a block, and what the parameters need, in a buffer; the largest
-// magnitudes of each moment, as patterns.
+// Makes the new moments of a block, and what the parameters need, in a buffer; and the range of
+// each moment, in which NaN counts as a large magnitude.
 template <class AnyVec, class Algorithm, class P, class G>
 ZERO8_INLINE inline void advance(AnyVec& vec,
                                  const Reader<typename Algorithm::Scalars, P, G>& reader,
                                  float* const* values, const float* decay,
-                                 const Buffer<Algorithm>& buffer, Vec::I* magnitudes) {
+                                 const Buffer<Algorithm>& buffer, Range* ranges) {
   constexpr int kMoments = Buffer<Algorithm>::kMoments;
   // Whose address is known here alone, so that they stay in registers.
-  Vec::I largest[kMoments];
-  for (int k = 0; k < kMoments; ++k) largest[k] = Vec::seti(0);
+  Range local[kMoments];
+  for (int k = 0; k < kMoments; ++k) local[k] = Range(is_signed<Algorithm>(k));
   for_vectors(0, reader.count, [&](int i, auto lanes) ZERO8_INLINE {
     // The processor's own prefetching does for moments that are floats in memory.
     if (i % kChunk == 0) prefetch_chunk(reader.g + i);
@@ -91,10 +91,11 @@ ZERO8_INLINE inline void advance(AnyVec& vec,
     buffer.put(i, m, carried);
     for (int k = 0; k < kMoments; ++k) {
       const Vec::I bits = is_signed<Algorithm>(k) ? Vec::magnitude_bits(m[k]) : Vec::as_int(m[k]);
-      largest[k] = Vec::maxu(largest[k], bits);
+      local[k].high = Vec::maxu(local[k].high, bits);
+      local[k].add_other(is_signed<Algorithm>(k), m[k]);
     }
   });
-  for (int k = 0; k < kMoments; ++k) magnitudes[k] = largest[k];
+  for (int k = 0; k < kMoments; ++k) ranges[k] = local[k];
 }
 
 // Steps over blocks whose moments are floats in memory, or are made floats and codes again: loops
@@ -130,12 +131,11 @@ int64_t step_floats(const Segment& seg, const StepScalars& raw, const CodecMaps&
                            : static_cast<float*>(seg.moments[k].values) + b.begin;
       if (is_coded) can &= codes[k].decode(seg, k, b, gain[k], maps, values[k]);
     }
-    Vec::I magnitudes[kMoments];
-    quickly(buffer.values, [&](auto& vec) ZERO8_INLINE {
-      advance(vec, reader, values, decay, buffer, magnitudes);
-    });
+    Range ranges[kMoments];
+    quickly(buffer.values,
+            [&](auto& vec) ZERO8_INLINE { advance(vec, reader, values, decay, buffer, ranges); });
     uint32_t largest[kMoments];
-    for (int k = 0; k < kMoments; ++k) largest[k] = Vec::reduce_maxu(magnitudes[k]);
+    for (int k = 0; k < kMoments; ++k) largest[k] = ranges[k].largest();
     if (!can || !can_step<Algorithm>(reader, largest)) {
       ++skipped;
       continue;
@@ -153,8 +153,9 @@ int64_t step_floats(const Segment& seg, const StepScalars& raw, const CodecMaps&
     });
     // Last, so that the divisions of the parameters hide those of the scales.
     for (int k = 0; k < kMoments && is_coded; ++k) {
-      const BlockValues values{buffer.row(k), b.count, 0, b.count, Algorithm::settling(raw, k)};
-      codes[k].encode(seg, k, b, values, maps, magnitudes[k]);
+      const BlockValues values{largest[k], buffer.row(k), b.count,
+                               0,          b.count,       Algorithm::settling(raw, k)};
+      codes[k].encode(seg, k, b, values, maps, ranges[k]);
     }
   }
   return skipped;

@@ -117,7 +117,8 @@ struct Sinks {
         : codes(static_cast<uint8_t*>(seg.moments[k].values) + b.begin),
           values(made.row(k)),
           encode(ranges.at(Number<k>()), maps,
-                 {made.row(k), b.count, 0, b.count, Algorithm::settling(s, k)},
+                 {ranges.at(Number<k>()).largest(), made.row(k), b.count, 0, b.count,
+                  Algorithm::settling(s, k)},
                  seg.moments[k].scales + b.local * Code::kScales),
           dither(Code::dither(Thresholds(seg, b, seg.moments[k].phase).q)) {}
 

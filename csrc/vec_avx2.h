@@ -120,6 +120,11 @@ struct Whole : Operations<Types> {
   static F look_up8(const float* table, I index) {
     return _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), index);
   }
+  static F look_up16(const float* table, I index) {
+    // Blends look at the top bit of a lane.
+    const F is_upper = as_float(shl<28>(index));
+    return _mm256_blendv_ps(look_up8(table, index), look_up8(table + 8, index), is_upper);
+  }
 
   static uint32_t reduce_maxu(I a) {
     __m128i x = _mm_max_epu32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));

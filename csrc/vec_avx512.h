@@ -153,6 +153,9 @@ struct Vec : Operations<Types> {
   static F look_up8(const float* table, I index) {
     return as_float(look_up8(reinterpret_cast<const uint32_t*>(table), index));
   }
+  static F look_up16(const float* table, I index) {
+    return _mm512_permutexvar_ps(index, _mm512_loadu_ps(table));
+  }
 
   static uint32_t reduce_maxu(I a) { return _mm512_reduce_max_epu32(a); }
   static uint32_t reduce_minu(I a) { return _mm512_reduce_min_epu32(a); }

@@ -133,6 +133,10 @@ struct Whole : Operations<Types> {
   static F look_up8(const float* table, I index) {
     return as_float(look_up8(reinterpret_cast<const uint32_t*>(table), index));
   }
+  static F look_up16(const float* table, I index) {
+    const uint8_t* const bytes = reinterpret_cast<const uint8_t*>(table);
+    return vreinterpretq_f32_u8(vqtbl4q_u8(vld1q_u8_x4(bytes), bytes_of(index)));
+  }
 
   static uint32_t reduce_maxu(I a) { return vmaxvq_u32(a); }
   static uint32_t reduce_minu(I a) { return vminvq_u32(a); }

@@ -27,7 +27,7 @@ from benchmarks.fidelity.coded import (
     unpacked,
 )
 from zero8.optimizer.muon import ADAM_PARAMS
-from zero8.spec.dynamic import tree_map
+from zero8.spec.linear4 import linear4_code
 from zero8.spec.muon import lr_ratio
 from zero8.spec.newton_schulz import orthogonalized
 
@@ -128,7 +128,8 @@ FP8 = Code(e4m3, lambda codes, scale: codes.float() * scale, 128)
 COAT = Code(expanded, contracted, 128)
 BF16 = Code(lambda x, step: [x.bfloat16()], lambda x: x.float(), 1)
 STOCHASTIC_BF16 = replace(BF16, encode=lambda x, step: [to_bfloat16(x, step)])
-DYNAMIC_4, DYNAMIC_2 = (of_levels(tree_map(bits - 1, 0, signed=True), 128, bits) for bits in (4, 2))
+DYNAMIC_4 = of_levels(linear4_code(signed=True).entries, 128, 4)
+DYNAMIC_2 = of_levels(torch.tensor([-0.55, 0.0, 0.55, 1.0]), 128, 2)
 POWERS = Code(powers, lambda codes, scale, base: scale * base**codes, 128, 2)
 LI = Pair(DYNAMIC_4, Code(rank_1, unranked, bits=4))
 

@@ -199,7 +199,8 @@ __device__ void encode_moment(const Segment& seg, const Place& place, const Mome
   uint8_t codes[kPerThread];
   float scales[kMaxScales];
   const typename Code::Encoder of_block(
-      range, maps, {x, kPerThread, Place::before(), place.block.count, settling}, scales);
+      range, maps, {range.largest(), x, kPerThread, Place::before(), place.block.count, settling},
+      scales);
   const uint32_t q = Thresholds(place.own(seg), place.own_block(), moment.phase).q;
   with_dither<Code>(of_block, q, [&](const auto& one, auto dither) {
     dither.start();

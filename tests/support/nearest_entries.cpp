@@ -34,7 +34,8 @@ int64_t count_wrong(const CodecMaps& maps, uint32_t sign, uint32_t begin, uint32
   Range range(kSigned);
   range.add(kSigned, Vec::set(1.0f));
   float scale;
-  const typename Code::Encoder encode(range, maps, {nullptr, 0, 0, 0, 1.0f}, &scale);
+  const typename Code::Encoder encode(range, maps, {range.largest(), nullptr, 0, 0, 0, 1.0f},
+                                      &scale);
   int64_t wrong = scale != 1.0f;
   Walk walk(Code::map_of(maps), Code::kZeroCode);
   const auto nearest = [&](uint32_t pattern) {

@@ -18,11 +18,11 @@ import numpy as np
 
 from zero8.op.structs import CODEC_MAPS
 from zero8.spec.codec import CODECS
-from zero8.spec.dynamic import dynamic_code
+from zero8.spec.dynamic import DECADES, dynamic_code, lines_of
 from zero8.spec.levels import NearestEntry
 from zero8.spec.linear4 import linear4_code
 
-_DECADES = 7
+_EXPONENT_OF_1 = 127
 _FRACTION = 2.0**16
 # At a joint the lower piece must be taken, whose estimate is an integer there; at the last joint
 # the upper one.  Thresholds of negative entries differ from those of positive ones by less.
@@ -50,7 +50,10 @@ def codec_maps() -> np.ndarray:
 
 
 def _fill_dynamic(record: np.ndarray, code: NearestEntry) -> None:
-    record["levels"] = code.levels.numpy()
+    cells, gap, origin = lines_of(signed=code.signed)
+    at = (_EXPONENT_OF_1 + np.log2([*cells, 2 * cells[-1]]).astype(int)) % 8
+    record["gap"][..., at] = [*gap, 0.0]
+    record["origin"][..., at] = [*origin, 1.0]
     record["thresholds"] = np.append(code.thresholds.numpy(), np.float32(np.inf))
     _fill_pieces(record, code)
 
@@ -65,17 +68,17 @@ def _fill_linear4(record: np.ndarray, code: NearestEntry) -> None:
 def _fill_pieces(record: np.ndarray, code: NearestEntry) -> None:
     # The smallest x > 0 that is nearest to the i-th entry above 0, from i = 1.
     joins = np.append(np.nan, code.thresholds.numpy()[code.zero_code :].astype(np.float64))
-    counts = np.array([2 ** (decade + (not code.signed)) for decade in range(_DECADES)])
+    counts = np.array([2 ** (decade + (not code.signed)) for decade in range(DECADES)])
     first = np.cumsum([1, *counts])  # number of each decade's first entry, and of the entry 1.0
     top = first[-1]
-    slopes = [*counts / (0.9 * 10.0 ** np.arange(1 - _DECADES, 1)), 0.5 / (1 - joins[top])]
+    slopes = [*counts / (0.9 * 10.0 ** np.arange(1 - DECADES, 1)), 0.5 / (1 - joins[top])]
     offsets = [*first[:-1] - counts / 9, top - joins[top] * slopes[-1]]
     if code.signed:
         slopes[0] = 1 / (joins[2] - joins[1])
         offsets[0] = 1 - joins[1] * slopes[0]
-    margins = np.append(np.full(_DECADES - 1, 1 + _MARGIN), 1 - _MARGIN)
+    margins = np.append(np.full(DECADES - 1, 1 + _MARGIN), 1 - _MARGIN)
     joints = _pattern(joins[first[1:]] * margins) - 1
-    pieces = _FIRST_PIECE + np.arange(_DECADES + 1)
+    pieces = _FIRST_PIECE + np.arange(DECADES + 1)
     # In each piece the guess is that piece or the one before.
     assert np.array_equal(_guess(joints), pieces[:-1])
     ends = _guess(np.array([_SMALLEST - 1, _SMALLEST]))

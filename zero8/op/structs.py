@@ -32,7 +32,8 @@ SEGMENT = np.dtype(
 )
 DYNAMIC_MAP = np.dtype(
     [
-        *_of("256f4", "levels thresholds"),
+        *_of("8f4", "gap origin"),
+        ("thresholds", "f4", 256),
         ("joint", "u4", 8),
         *_of("8f4", "slope offset"),
         ("last", "u4", 8),

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The codes of `linear4`: those of the 4-bit optimizers paper, without its rank-1 scales."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from zero8.spec.dynamic import tree_map
 from zero8.spec.levels import NearestEntry
+
+_POSITIVE = (0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875)
+"""The dynamic tree map of three decades, but 0 and 1."""
 
 
 def linear4_code(*, signed: bool) -> NearestEntry:
@@ -22,8 +22,13 @@ def linear4_code(*, signed: bool) -> NearestEntry:
     A v below 1/16 of the scale becomes that.  With the least scale levels but 0 are normal numbers.
     """
     if signed:
-        return NearestEntry(True, 4, partial(tree_map, 3, 0, signed=True), 2.0**-118, first=7)
+        return NearestEntry(True, 4, _tree_map, 2.0**-118, first=7)
     return NearestEntry(False, 4, _sixteenths, 2.0**-122)
+
+
+def _tree_map() -> Tensor:
+    negative = (-x for x in reversed(_POSITIVE))
+    return torch.tensor([*negative, 0.0, *_POSITIVE, 1.0], dtype=torch.float32, device="cpu")
 
 
 def _sixteenths() -> Tensor:
