@@ -2,8 +2,6 @@
 // The arithmetic of every algorithm.
 //
 // Included once per target, after params.h, so in the target's namespace.
-#include "second_moment.h"
-// The algorithms, two of which have one:
 #include "adam.h"
 #include "ademamix.h"
 #include "lion.h"

@@ -15,12 +15,10 @@
 #include <string>
 #include <type_traits>
 
-#include "check.h"
 #include "dlpack.h"
-#include "fill.h"
 #include "format.h"
+#include "host.h"
 #include "isa.h"
-#include "norm.h"
 #include "parallel.h"
 
 namespace {
@@ -240,9 +238,9 @@ PyMethodDef method(const char* name, const char* doc) noexcept {
 
 PyMethodDef methods[] = {
     method<step, 5>("step", "Take one optimizer step on every segment, in place."),
-    method<check_records, 3>("check", "Check segments, and sum up their blocks: check.h."),
-    method<fill, 5>("fill", "Fill into kept records what changes from step to step: fill.h."),
-    method<sum_of_squares, 2>("sum_of_squares", "Read gradients once, for their norm: norm.h."),
+    method<check_records, 3>("check", "Check segments, and sum up their blocks: host.h."),
+    method<fill, 5>("fill", "Fill into kept records what changes from step to step: host.h."),
+    method<sum_of_squares, 2>("sum_of_squares", "Read gradients once, for their norm: host.h."),
     method<describe, 4>("describe", "Write down where tensors are, and of what kind."),
     method<isas, 0>("isas", "Return name -> number, slowest first; -1 if the processor lacks it."),
     method<has_threads, 0>("has_threads", "Return whether an OpenMP runtime is loaded."),

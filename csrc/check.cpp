@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "check.h"
-
 #include <initializer_list>
 
 #include "algorithms.h"
+#include "host.h"
 
 #define ZERO8_TARGET check
 #include "blocks.h"

@@ -39,7 +39,6 @@
 //     single float operations.
 #include <cstdint>
 
-#include "dither.h"
 #include "format.h"
 
 namespace zero8::ZERO8_TARGET {

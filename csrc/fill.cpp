@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fill.h"
-
-#include "dither.h"
+#include "host.h"
 
 namespace zero8 {
 

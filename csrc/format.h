@@ -117,6 +117,14 @@ struct Segment {
 constexpr uint32_t kPieceFactor = 10304;
 constexpr int kPieceShift = 22;
 
+// The numbers of the dither: zero8/spec/dither.py, equations (D1) and (D2).
+constexpr uint32_t kElementStep = 0xC13FA9A9u;
+constexpr uint32_t kInBlockStep = 32 * 1601u;
+constexpr uint32_t kGoldenStep = 0x9E3779B9u;
+constexpr int64_t kRunSteps = 32;
+// Those of lowbias32.
+constexpr uint32_t kHashFactor1 = 0x7FEB352Du, kHashFactor2 = 0x846CA68Bu;
+
 // A dynamic map, ascending, and what finds the nearest entry: zero8/op/codec_maps.py.
 struct DynamicMap {
   // Entry t = 2^e + j is gap[e] * t + origin[e], counted from 0; without a sign from -1.  By the
@@ -154,7 +162,7 @@ struct KeptPiece {
   uint32_t param_key;                 // of the dither of the parameter
 };
 
-// The numbers of one gradient, in the order of memory, for its norm: norm.h.
+// The numbers of one gradient, in the order of memory, for its norm: norm.cpp.
 struct Numbers {
   const void* data;
   int64_t numel;

@@ -6,10 +6,9 @@
 // The square of a float or bfloat16 is exact in double, so that fma would make no difference.
 // Against the exact sum the relative error is below n / kLanes x 2^-53 for a chunk of n elements,
 // plus 2^-53 per chunk.
-#include "norm.h"
-
 #include <vector>
 
+#include "host.h"
 #include "parallel.h"
 
 namespace zero8 {

@@ -101,4 +101,15 @@ struct Operations : Types {
   }
 };
 
+// Vec for loops over a block, where every result is as it is defined; vec_neon.h has another.  If
+// not kIsExact, its mul, fma and fms may give 0 where 2^-126 is right.  saw_tiny(made) says whether
+// any may have done so since forget_tiny(); all that has been made since then is to be made again
+// with Vec.
+template <class Vec>
+struct Exact : Vec {
+  static constexpr bool kIsExact = true;
+  static bool saw_tiny(const float*) { return false; }
+  static void forget_tiny() {}
+};
+
 }  // namespace zero8::ZERO8_TARGET

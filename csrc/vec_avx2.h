@@ -141,7 +141,6 @@ struct Vec : WithTails<Whole> {
   static F load_n(const float* p, int n) { return _mm256_maskload_ps(p, first(n)); }
   static void store_n(float* p, F x, int n) { _mm256_maskstore_ps(p, first(n), x); }
 };
+using QuickVec = Exact<Vec>;
 
 }  // namespace zero8::ZERO8_TARGET
-
-#include "exact_vec.h"

@@ -160,7 +160,6 @@ struct Vec : Operations<Types> {
   static uint32_t reduce_maxu(I a) { return _mm512_reduce_max_epu32(a); }
   static uint32_t reduce_minu(I a) { return _mm512_reduce_min_epu32(a); }
 };
+using QuickVec = Exact<Vec>;
 
 }  // namespace zero8::ZERO8_TARGET
-
-#include "exact_vec.h"

@@ -76,7 +76,6 @@ struct Whole : Lane {
 };
 
 using Vec = WithTails<Whole>;
+using QuickVec = Exact<Vec>;
 
 }  // namespace zero8::ZERO8_TARGET
-
-#include "exact_vec.h"

@@ -5,7 +5,6 @@
 // Included once per target, so in the target's namespace.
 #include <cstdint>
 
-#include "dither.h"
 #include "format.h"
 
 namespace zero8::ZERO8_TARGET {

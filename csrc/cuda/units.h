@@ -5,7 +5,6 @@
 
 #include <cstdint>
 
-#include "cuda/place.h"
 #include "cuda/team.h"
 #include "cuda/words.h"
 #include "format.h"

@@ -69,12 +69,19 @@ def test_convert_of_torchao_where_blocks_coincide_keeps_codes_and_scales(convert
         assert torch.equal(state[f"{which}_scale"].flatten(), scale)
 
 
-def test_convert_of_torchao_where_blocks_differ_decodes_exactly(converted):
-    _, state_dict, theirs = converted
+def assert_decoded(found, expected, codec):
+    """`dynamic` computes its entries, within 2^-20 of torchao's."""
+    rtol = 2.0**-20 if codec == "dynamic" else 0.0
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=0.0)
+
+
+def test_convert_of_torchao_where_blocks_differ_decodes(converted):
+    codec, state_dict, theirs = converted
     for number in (ROWS_ACROSS_BLOCKS, SMALL):
         for which in ADAM.moment_names:
             expected = theirs["moments"][number][which]
-            assert torch.equal(state_dict["state"][number][which], expected) and expected.any()
+            assert_decoded(state_dict["state"][number][which], expected, codec)
+            assert expected.any()
 
 
 def test_convert_of_torchao_loads_and_goes_on(converted):
@@ -91,7 +98,7 @@ def test_convert_of_torchao_loads_and_goes_on(converted):
         p = params[number]
         for store in optimizer.moments(p):
             moment = store.read(0, p.numel()).view(p.shape)
-            assert torch.equal(moment, theirs["moments"][number][store.name])
+            assert_decoded(moment, theirs["moments"][number][store.name], codec)
     for p in params:
         p.grad = torch.ones_like(p)
     optimizer.step()

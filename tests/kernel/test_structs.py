@@ -29,7 +29,7 @@ def assertions(name: str, layout: np.dtype) -> list[str]:
 
 
 def test_structs_of_the_op_are_those_of_python(tmp_path):
-    lines = ['#include "check.h"', "namespace zero8 {"]
+    lines = ['#include "host.h"', "namespace zero8 {"]
     lines += [line for pair in STRUCTS.items() for line in assertions(*pair)]
     source = tmp_path / "structs.cpp"
     source.write_text("\n".join([*lines, "}", ""]))

@@ -70,7 +70,7 @@ class Entry:
     """What steps keep of one parameter.
 
     `seen` describes its values, its gradient, and its contents: the records are valid while nothing
-    but the first two addresses changes.  csrc/fill.h sets the fields that steps change.
+    but the first two addresses changes.  csrc/fill.cpp sets the fields that steps change.
     """
 
     kind: StateKind

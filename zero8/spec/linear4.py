@@ -6,8 +6,8 @@ from torch import Tensor
 
 from zero8.spec.levels import NearestEntry
 
-_POSITIVE = (0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875)
-"""The dynamic tree map of three decades, but 0 and 1."""
+_POSITIVE = (0.0055, 0.0325000025, 0.0775, 0.21249999, 0.4375, 0.6625, 0.8875)
+"""The dynamic tree map of three decades but 0 and 1, as torch's `linspace` rounds it."""
 
 
 def linear4_code(*, signed: bool) -> NearestEntry:
