@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "cuda/team.h"
+#include "cuda/place.h"
 #include "cuda/vec_thread.h"
 #include "cuda/words.h"
 #include "weight_sums.h"

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "cuda/team.h"
+#include "cuda/place.h"
 #include "cuda/units.h"
 #include "cuda/words.h"
 #include "format.h"

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A team, and what one of its threads has of a block: the threads that share a block of the
-// parameter, 8 elements each.  It is a row of the thread block (all threadIdx.x of one
-// threadIdx.y), a part of a warp, a warp, or several warps.
+// A team: the threads that share a block of the parameter, 8 elements each.  It is a row of the
+// thread block (all threadIdx.x of one threadIdx.y), a part of a warp, a warp, or several warps.
 //
 // Teams go their own ways: masks within a warp, and named barriers across warps, hold up the
 // threads of one team only.
@@ -62,27 +61,5 @@ __device__ inline void team_sync() {
     named_barrier(1 + threadIdx.y, blockDim.x);
   }
 }
-
-// Elements at .. at + n - 1 of a segment.
-struct Place {
-  const Block& block;  // that they are in
-  int64_t at;
-  int n;
-
-  __device__ explicit Place(const Block& whole) : block(whole), at(whole.begin + before()) {
-    const int rest = block.count - before();
-    n = rest < 0 ? 0 : rest < kPerThread ? rest : kPerThread;
-  }
-  // How many elements the threads before this one have.
-  __device__ static int before() { return static_cast<int>(threadIdx.x) * kPerThread; }
-
-  // The elements as a segment of one block, in arrays of the thread's own.
-  __device__ Segment own(const Segment& seg) const {
-    Segment own = seg;
-    own.first += at;
-    return own;
-  }
-  __device__ Block own_block() const { return {0, 0, kPerThread, block.offset + before()}; }
-};
 
 }  // namespace zero8::ZERO8_TARGET

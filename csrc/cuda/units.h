@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "cuda/team.h"
+#include "cuda/place.h"
 #include "cuda/words.h"
 #include "format.h"
 
