@@ -247,17 +247,7 @@ PyMethodDef methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT,
-    "zero8_kernel",
-    "The step on the CPU.",
-    0,
-    methods,
-    nullptr,
-    nullptr,
-    nullptr,
-    nullptr,
-};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "zero8_kernel", {}, 0, methods, {}, {}, {}, {}};
 
 }  // namespace
 

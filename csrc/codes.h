@@ -91,18 +91,13 @@ class Dither {
   Vec::I q_;
 };
 
-// For codes without thresholds.
-struct NoDither {
-  ZERO8_DEVICE void start() {}
-  ZERO8_DEVICE Vec::I next() { return Vec::seti(0); }
-};
-
 // The same threshold for all.
 template <uint32_t kThreshold>
 struct Constant {
   ZERO8_DEVICE void start() {}
   ZERO8_DEVICE Vec::I next() { return Vec::seti(kThreshold); }
 };
+using NoDither = Constant<0>;  // for codes without thresholds
 
 // Whether a code has two sets of levels, of which its encoder chooses one for each block.  Then the
 // settling of a step says whether thresholds are used: of an encoder that `is_dithered`, which has

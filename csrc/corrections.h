@@ -6,8 +6,6 @@
 #include <cstdint>
 #include <cstring>
 
-#include "weight_sums.h"
-
 namespace zero8::ZERO8_TARGET {
 
 // Of parameters without corrections.

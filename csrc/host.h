@@ -10,9 +10,6 @@
 
 namespace zero8 {
 
-// --- check.cpp: what the kernels rely on, before one of them runs
-// ---------------------------------
-
 // More than any memory holds, and small enough that sums and products of sizes fit 64 bits.
 constexpr int64_t kMaxElements = int64_t{1} << 48;
 
@@ -29,9 +26,6 @@ std::string violation(const Segment* segments, int64_t num_segments, int64_t num
 // 1 of them, from 0.
 void sum_blocks(const Segment* segments, int64_t num_segments, int64_t* sums);
 
-// --- fill.cpp: what changes from step to step in records that are kept
-// ----------------------------
-
 // The step that parameters take, by parameter.
 struct StepsOfParams {
   const uint64_t* params;  // addresses
@@ -46,9 +40,6 @@ struct StepsOfParams {
 // range; if not, nothing has been written.
 bool fill(Segment* segments, const KeptPiece* pieces, int64_t num_segments,
           const StepsOfParams& of);
-
-// --- norm.cpp
-// -------------------------------------------------------------------------------------
 
 // The sum of squares of gradients, for their norm, in double precision, the same for any number of
 // threads.

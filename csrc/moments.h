@@ -12,6 +12,11 @@
 #include "fp8.h"
 #include "linear4.h"
 #include "log.h"
+// In terms of params.h, the algorithms:
+#include "adam.h"
+#include "ademamix.h"
+#include "lion.h"
+#include "sgd.h"
 
 namespace zero8::ZERO8_TARGET {
 

@@ -175,6 +175,32 @@ class BFloat16 {
   Vec::I r_;  // (D1), to be hashed
 };
 
+// What tells the weights that a step has written from others: zero8/spec/corrections.py.
+
+// All bits but the signs of two bfloat16, of which the first one is the lower half.
+constexpr uint32_t kTwoMagnitudes = 0x7FFF7FFF;
+
+// Two bfloat16, in whose signs is whether they are not 0; the other bits are anything.
+ZERO8_DEVICE inline uint32_t are_nonzero(uint32_t two) {
+  return (two & kTwoMagnitudes) + kTwoMagnitudes;
+}
+// In the same bits, whether weights can have corrections: others are 0, infinite or NaN.
+ZERO8_DEVICE inline uint32_t are_corrected(uint32_t two) {
+  const uint32_t are_beyond = (two & kTwoMagnitudes) + 0x00800080;
+  return are_nonzero(two) & ~are_beyond;
+}
+// (K1); the factors of a block are kGoldenStep and kNextFactor more for each next two.
+constexpr uint32_t kNextFactor = 2 * kGoldenStep;
+ZERO8_DEVICE inline uint32_t sum_of_two(uint32_t two, uint32_t factor) {
+  const uint32_t without_sign_of_0 = two & (are_nonzero(two) | kTwoMagnitudes);
+  const uint32_t x = without_sign_of_0 * factor;
+  return x ^ x >> 15;
+}
+// (K2)
+ZERO8_DEVICE inline bool are_of_others(const WeightSums& left, uint32_t sum) {
+  return left.all != 0 && sum != left.all && sum != left.without_zeros;
+}
+
 // A bfloat16 and the 8 bits below it as a signed remainder: a 24-bit weight, without noise.
 class CorrectedBFloat16 {
  public:
@@ -260,6 +286,8 @@ struct Gradient {
     return has_l2 ? vec.fma(l2, p, vec.mul(grad_sign, g)) : g;
   }
   ZERO8_DEVICE float with_sign(float factor) const { return sign * factor; }
+  // Of algorithms without a moment of squares: maxima of signed moments do not tell of NaN.
+  ZERO8_DEVICE bool proves_finite(const uint32_t*) const { return false; }
 
  private:
   // Tests of integers are cheaper in the loop, and this one does not depend on whether subnormals

@@ -18,7 +18,6 @@
 // In terms of chunks.h:
 #include "units.h"
 // In terms of all these:
-#include "arithmetic.h"
 #include "buffer.h"
 #include "corrections.h"
 // In terms of buffer.h:

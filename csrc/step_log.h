@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The step on the CPU over moments in `log`: decode, update (arithmetic.h), encode, in one pass
-// over memory.
+// The step on the CPU over moments in `log`: decode, update (adam.h and its neighbours), encode, in
+// one pass over memory.
 //
 //     block b:    decode the moments -> the new ones, and what the parameter needs, to a buffer
 //     block b:    scales of the moments

@@ -7,7 +7,6 @@
 #include "cuda/place.h"
 #include "cuda/vec_thread.h"
 #include "cuda/words.h"
-#include "weight_sums.h"
 
 namespace zero8::ZERO8_TARGET {
 

@@ -18,7 +18,6 @@
 // In terms of that vocabulary:
 #include "moments.h"
 // In terms of these:
-#include "arithmetic.h"
 #include "cuda/corrections.h"
 #include "cuda/stored.h"
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from zero8.op import norm
+from zero8.optimizer import clipping
 
 CHUNK_NUMEL = 1 << 16
 SIZES = {
@@ -31,20 +31,20 @@ def exact(grads):
     return math.fsum(float(x) ** 2 for grad in grads for x in grad.double().flatten().tolist())
 
 
-@pytest.mark.parametrize("dtype", norm.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", clipping.DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_sum_of_squares_is_exact_to_2_to_the_minus_40(sizes, dtype):
     """A lane adds 4096 squares, each rounding once: 2^12 x 2^-53; and few chunks are added."""
     grads = gradients(SIZES[sizes], dtype)
     expected = exact(grads)
-    assert abs(norm.sum_of_squares(grads) - expected) <= 2**-40 * expected
+    assert abs(clipping.sum_of_squares(grads) - expected) <= 2**-40 * expected
     assert expected > 0 or sizes in ("none", "empty")
 
 
-@pytest.mark.parametrize("dtype", norm.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", clipping.DTYPES, ids=str)
 def test_sum_of_squares_has_the_same_bits_for_any_number_of_threads(dtype):
     grads = gradients(SIZES["chunks"] + SIZES["tails"], dtype)
-    assert len({norm.sum_of_squares(grads, threads) for threads in (1, 2, 3, 7)}) == 1
+    assert len({clipping.sum_of_squares(grads, threads) for threads in (1, 2, 3, 7)}) == 1
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -52,7 +52,7 @@ def test_sum_of_squares_has_the_same_bits_for_any_number_of_threads(dtype):
 def test_sum_of_squares_of_a_number_that_is_not_finite_is_not(bad, place):
     grad = torch.ones(CHUNK_NUMEL + 1)
     grad[place] = bad
-    total = norm.sum_of_squares([grad])
+    total = clipping.sum_of_squares([grad])
     assert math.isnan(total) if math.isnan(bad) else total == math.inf
 
 
@@ -73,5 +73,5 @@ def test_sum_of_squares_of_a_number_that_is_not_finite_is_not(bad, place):
     ids=lambda one: str(one) if isinstance(one, bool) else "",
 )
 def test_sum_of_squares_has_every_element_once_in_any_layout(grad, is_served):
-    assert norm._is_served(grad) is is_served
-    assert norm.sum_of_squares([grad, torch.ones(5)]) == grad.numel() + 5
+    assert clipping._is_served(grad) is is_served
+    assert clipping.sum_of_squares([grad, torch.ones(5)]) == grad.numel() + 5
