@@ -286,8 +286,6 @@ struct Gradient {
     return has_l2 ? vec.fma(l2, p, vec.mul(grad_sign, g)) : g;
   }
   ZERO8_DEVICE float with_sign(float factor) const { return sign * factor; }
-  // Of algorithms without a moment of squares: maxima of signed moments do not tell of NaN.
-  ZERO8_DEVICE bool proves_finite(const uint32_t*) const { return false; }
 
  private:
   // Tests of integers are cheaper in the loop, and this one does not depend on whether subnormals
