@@ -169,8 +169,8 @@ def _buckets(setup: Setup, count: int) -> _Tensors:
 class Memory:
     """Bytes of each host and of each GPU: what a run needs, or what there is; None if unknown."""
 
-    host_bytes: int | None
-    gpu_bytes: int | None
+    host_bytes: int | None = None
+    gpu_bytes: int | None = None
 
     def fits(self, there: "Memory") -> bool:
         """Return whether this need is within what there is."""
