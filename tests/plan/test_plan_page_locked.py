@@ -6,7 +6,7 @@ import json
 import pytest
 
 from zero8 import cli
-from zero8.environment.pinned_rounding import max_round_mib, rounding_bytes
+from zero8.environment.host_memory import max_round_mib, rounding_bytes
 from zero8.plan.memory import ROUNDING, rows_of
 from zero8.plan.model import Model
 from zero8.plan.setup import Setup, with_ds_config

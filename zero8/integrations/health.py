@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zero8.checkpoint.read.statistics import NUM_CODES, saturated
-from zero8.environment import numbers
+from zero8.environment import ranks
 from zero8.optimizer.blockwise import BlockwiseOptimizer
 from zero8.optimizer.way_back import innermost
 from zero8.spec.adam import ADAM
@@ -71,7 +71,7 @@ def health(optimizer: BlockwiseOptimizer) -> dict[str, float]:
         values |= {f"{rule.name}_{end}": share for end, share in shares.items()}
     if optimizer.algorithm is ADAM and (share := _clipped(optimizer, moments)) is not None:
         values["clipped"] = share
-    prefix = "zero8/" if numbers.num_ranks() == 1 else f"zero8/rank{numbers.rank()}/"
+    prefix = "zero8/" if ranks.num_ranks() == 1 else f"zero8/rank{ranks.rank()}/"
     return {prefix + name: float(value) for name, value in values.items()}
 
 

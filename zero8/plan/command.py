@@ -12,7 +12,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from zero8.environment.pinned_rounding import REMEDY_MIB, max_round_mib, variable_of
+from zero8.environment.host_memory import REMEDY_MIB, max_round_mib, variable_of
 from zero8.plan.memory import ROUNDING, Memory, cases_of, needs, rows_of
 from zero8.plan.model import Model
 from zero8.plan.setup import BY_NAME, CHOICES, GPU, HOST, NVME, Setup, counted, with_ds_config

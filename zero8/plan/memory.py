@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from zero8.environment.pinned_rounding import REMEDY_MIB, rounding_bytes, variable_of
+from zero8.environment.host_memory import REMEDY_MIB, rounding_bytes, variable_of
 from zero8.plan.model import Model
 from zero8.plan.setup import GPU, HOME, HOST, Setup, counted
 from zero8.plan.share import Share, share_of
