@@ -24,7 +24,7 @@ from benchmarks import record
 from zero8.checkpoint.commands.convert import convert
 from zero8.plan.memory import rows_of
 from zero8.plan.model import Model
-from zero8.plan.setup import Setup, with_deepspeed_config
+from zero8.plan.setup import Setup, with_ds_config
 
 MODULE = "benchmarks.host_memory"
 WIDTH = 4096
@@ -55,7 +55,7 @@ def measure(
     config["optimizer"]["params"]["lr"] = LR
     layers = numel // width**2
     shapes = tuple((f"{k}.weight", (width, width)) for k in range(layers))
-    rows = rows_of(Model("", shapes), with_deepspeed_config(Setup(max_round_mib=0), config))
+    rows = rows_of(Model("", shapes), with_ds_config(Setup(max_round_mib=0), config))
     before = psutil.Process().memory_info().rss
     reset_peak()
     engine = engine_of(config, layers, width)

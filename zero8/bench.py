@@ -63,26 +63,25 @@ def multiple(unit: int, word: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
-    """Return exit status, JSON object and text."""
-    result = {"numel": arguments.numel, "load_average": os.getloadavg()[0]}
+    """Return exit status, JSON object and text; times are median, 10th and 90th percentile."""
+    numel, load_average = arguments.numel, os.getloadavg()[0]
     with threads(arguments.threads or torch.get_num_threads()):
-        contenders, missing = _contenders(arguments.numel)
-        rows = measure(contenders, arguments.numel, ROUNDS)
-        result |= {"threads": torch.get_num_threads(), "isa": kernel.default_isa()}
-    result |= {"rows": rows, "missing": missing}
-    return 0, result, _text(result)
-
-
-def measure(contenders: list[Contender], numel: int, rounds: int) -> list[dict]:
-    """Return a row per contender; times are median, and 10th and 90th percentile."""
-    times_ns = in_turns([partial(wall_ns, one.step) for one in contenders], rounds)
-    rows = []
+        contenders, missing = _contenders(numel)
+        times_ns = in_turns([partial(wall_ns, one.step) for one in contenders], ROUNDS)
+        result = {
+            "numel": numel,
+            "load_average": load_average,
+            "threads": torch.get_num_threads(),
+            "isa": kernel.default_isa(),
+            "rows": [],
+            "missing": missing,
+        }
     for one, times in zip(contenders, times_ns, strict=True):
-        median, low, high = spread(times)
-        row = {"name": one.name, "dtype": one.dtype, "ns_per_param": median / numel}
-        row |= {"ns_per_param_p10": low / numel, "ns_per_param_p90": high / numel}
-        rows.append({**row, "gb_per_s": one.moved_bytes / median})
-    return rows
+        median, low, high = (time_ns / numel for time_ns in spread(times))
+        row = {"name": one.name, "dtype": one.dtype, "ns_per_param": median}
+        row |= {"ns_per_param_p10": low, "ns_per_param_p90": high}
+        result["rows"].append({**row, "gb_per_s": one.moved_bytes / numel / median})
+    return 0, result, _text(result)
 
 
 def in_turns(calls: Sequence[Callable[[], T]], rounds: int) -> list[list[T]]:
@@ -121,42 +120,6 @@ def copy(num_bytes: int, device: torch.device | str = "cpu") -> Callable[[], obj
     return partial(target.copy_, source)
 
 
-def _contenders(numel: int) -> tuple[list[Contender], dict[str, str]]:
-    """Return the contenders, and why others are missing."""
-    found, missing = [], {}
-    for dtype in DTYPES:
-        param = torch.nn.Parameter(_random(numel, dtype, 1.0))
-        param.grad = _random(numel, dtype, 1e-3)
-        ours = _contender("zero8", dtype, param, 2, partial(Adam8bitBlockwise, **HYPER))
-        moved = copy(ours.moved_bytes)
-        found += [ours, Contender("copy of zero8's bytes", dtype, moved, ours.moved_bytes)]
-        for name, make in _PEERS.items():
-            try:
-                moments_bytes = 2 * param.element_size()
-                found.append(_contender(name, dtype, param, moments_bytes, partial(make, **HYPER)))
-            except (ImportError, RuntimeError, OSError) as error:  # not installed, or not compiled
-                missing[name] = reason_of(error)
-    return found, missing
-
-
-def _random(numel: int, dtype: str, scale: float) -> torch.Tensor:
-    return torch.randn(numel // COLUMNS, COLUMNS).mul_(scale).to(DTYPES[dtype])
-
-
-def _contender(
-    name: str,
-    dtype: str,
-    param: torch.nn.Parameter,
-    moments_bytes: int,
-    make: Callable[..., Optimizer],
-) -> Contender:
-    """Return the contender of an optimizer whose moments take these bytes per parameter."""
-    optimizer = make([param])
-    optimizer.step()  # makes the moments
-    moved_bytes = (3 * param.element_size() + 2 * moments_bytes) * param.numel()
-    return Contender(name, dtype, optimizer.step, moved_bytes)
-
-
 def _deepspeed(params: list[torch.nn.Parameter], **hyper: object) -> Optimizer:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -165,11 +128,41 @@ def _deepspeed(params: list[torch.nn.Parameter], **hyper: object) -> Optimizer:
     return optimizer
 
 
-_PEERS: dict[str, Callable[..., Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "zero8": Adam8bitBlockwise,
     "DeepSpeedCPUAdam": _deepspeed,
     "torch AdamW, fused": partial(torch.optim.AdamW, fused=True),
     "torch AdamW, foreach": partial(torch.optim.AdamW, foreach=True),
 }
+
+
+def _contenders(numel: int) -> tuple[list[Contender], dict[str, str]]:
+    """Return the contenders, and why others are missing."""
+    found, missing = [], {}
+    for dtype in DTYPES:
+        param = torch.nn.Parameter(_random(numel, dtype, 1.0))
+        param.grad = _random(numel, dtype, 1e-3)
+        for name, make in OPTIMIZERS.items():
+            is_ours = name == "zero8"
+            try:
+                optimizer = make([param], **HYPER)
+                optimizer.step()  # makes the moments
+            except (ImportError, RuntimeError, OSError) as error:  # not installed, or not compiled
+                if is_ours:
+                    raise
+                missing[name] = reason_of(error)
+                continue
+            moments_bytes = 2 * (1 if is_ours else param.element_size())
+            moved_bytes = (3 * param.element_size() + 2 * moments_bytes) * numel
+            found.append(Contender(name, dtype, optimizer.step, moved_bytes))
+            if is_ours:
+                moved = copy(moved_bytes)
+                found.append(Contender("copy of zero8's bytes", dtype, moved, moved_bytes))
+    return found, missing
+
+
+def _random(numel: int, dtype: str, scale: float) -> torch.Tensor:
+    return torch.randn(numel // COLUMNS, COLUMNS).mul_(scale).to(DTYPES[dtype])
 
 
 @contextmanager

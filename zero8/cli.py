@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import zero8
-from zero8.environment import extras
+from zero8.environment import packages
 
 ABOUT = "Tools for optimizers with 8-bit states."
 FIRST = "Begin with zero8 doctor, and zero8 plan --parameters 8B."
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process, and return the exit status."""
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = _parser(words).parse_args(words)
-    with extras.explained(arguments.program):
+    with packages.explained(arguments.program):
         return _run(arguments)
 
 
@@ -43,7 +43,7 @@ class _Command(argparse.ArgumentParser):
         """Parse as the base class does."""
         if not args and self._subparsers is not None:
             self.print_help(sys.stderr)
-            self.exit(extras.FAILED)
+            self.exit(packages.FAILED)
         self.set_defaults(program=self.prog)
         return super().parse_known_args(args, namespace)
 
@@ -56,7 +56,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     for name, (module, help_text) in COMMANDS.items():
         command = commands.add_parser(name, help=help_text)
         if words and words[0] == name:
-            with extras.explained(command.prog):
+            with packages.explained(command.prog):
                 found = import_module(module)
             command.description = found.__doc__
             found.add_arguments(command)
@@ -73,7 +73,7 @@ def _run(arguments: argparse.Namespace) -> int:
             problem = str(error)
             if isinstance(error, MemoryError | RecursionError):
                 problem = f"{type(error).__name__}: this needs more memory or stack than there is"
-            status, result = extras.FAILED, {"error": problem}
+            status, result = packages.FAILED, {"error": problem}
             text = f"{arguments.program}: {problem}"
     _print(json.dumps(result, indent=2) if arguments.json else text)
     return status

@@ -15,9 +15,8 @@ from packaging.specifiers import SpecifierSet
 
 import zero8
 from zero8.deepspeed import seams
-from zero8.environment.numa import Placement
-from zero8.environment.pinned_rounding import REMEDY_MIB, max_round_mib, variable_of
-from zero8.environment.versions import TESTED
+from zero8.environment.host_memory import REMEDY_MIB, Placement, max_round_mib, variable_of
+from zero8.environment.packages import TESTED
 from zero8.op import build, cuda, cuda_compile, kernel
 from zero8.op.threads import step_threads
 from zero8.optimizer.elementwise import Adam8bitBlockwise

@@ -24,7 +24,7 @@ from benchmarks.engine.clocked import Clocked
 from benchmarks.engine.contenders import CONTENDERS
 from benchmarks.engine.engines import DISK, ENGINES, SIDES, Case, join_ranks
 from zero8.bench import in_turns, multiple, spread, threads
-from zero8.environment import numbers
+from zero8.environment import ranks
 from zero8.op import kernel
 from zero8.spec.adam import ADAM
 from zero8.spec.muon import MUON
@@ -95,15 +95,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     with threads(asked.threads):
         rows = [row for case in cases for row in measure(case, asked.rounds)]
-    if numbers.rank() != 0:
+    if ranks.rank() != 0:
         return 0
-    ranks = numbers.num_ranks()
-    if ranks > 1:
-        start = f"torchrun --nproc-per-node {ranks}"
+    world_size = ranks.num_ranks()
+    if world_size > 1:
+        start = f"torchrun --nproc-per-node {world_size}"
         environment["command"] = environment["command"].replace("python", start, 1)
     result = environment | {
         **{name: getattr(asked, name) for name in ("algorithm", "numel", "rounds", "threads")},
-        "world_size": ranks,
+        "world_size": world_size,
         "isa": kernel.default_isa(),
         "rows": rows,
     }

@@ -21,7 +21,7 @@ from benchmarks.states import plain_tensors, state_bytes
 from examples.gpt import engines
 from examples.gpt.engines import TWINS
 from examples.gpt.model import GPT, MODELS, load_text, train_batch, validation_windows
-from zero8.environment import extras, numbers
+from zero8.environment import packages, ranks
 from zero8.spec.codec import CODECS
 from zero8.state.extent import local
 
@@ -74,7 +74,7 @@ def main() -> None:
     is_of_fsdp2 = arguments.config.suffix == ".toml"
     if arguments.weights == INT8 and not (is_of_fsdp2 and arguments.optimizer in TWINS):
         made.error(f"got {INT8} weights, expected {FLOAT32}: zero8's optimizers step them in FSDP2")
-    with extras.explained("python -m examples.gpt"):
+    with packages.explained("python -m examples.gpt"):
         if arguments.report is not None:
             report(arguments.out, arguments.optimizer, arguments.report)
             return
@@ -193,7 +193,7 @@ def memory(optimizer: torch.optim.Optimizer, device: torch.device) -> dict:
     sums = [sum(row[column] for row in some) for some in (in_few_bits, rows) for column in (0, 1)]
     sums += [sum(t.nbytes for t in plain_tensors(stepped)), stepped_numel]
     sums += [1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]
-    totals = (numbers.total(one, [None]) for one in sums)
+    totals = (ranks.total(one, [None]) for one in sums)
     own, own_numel, size, numel, weight, weight_numel, peak = totals
     on_gpu = device.type == "cuda"
     return {
@@ -208,7 +208,7 @@ def memory(optimizer: torch.optim.Optimizer, device: torch.device) -> dict:
 
 def mean_over_ranks(total: float, count: int) -> float:
     """Return the mean of values of which each rank holds a sum, and as many."""
-    return numbers.total(total, [None]) / (count * dist.get_world_size())
+    return ranks.total(total, [None]) / (count * dist.get_world_size())
 
 
 def report(out: Path, optimizer: str, command: str) -> dict:

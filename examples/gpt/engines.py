@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_int
 import zero8
 from examples.gpt.model import GPT
 from zero8.checkpoint.commands.convert import convert
-from zero8.environment.agree import from_rank_0
+from zero8.environment.ranks import from_rank_0
 from zero8.files import tagged
 from zero8.files.manifest import Manifest
 from zero8.files.tags import complete_tags

@@ -17,7 +17,7 @@ from ranks import error_of, on_ranks
 from zero_worker import base_optimizer, config, held, make_engine, together, train
 
 from zero8.deepspeed import save as checkpoint_save
-from zero8.environment.agree import gathered
+from zero8.environment.ranks import gathered
 from zero8.files import tags
 from zero8.files.manifest import MANIFEST, MARKER
 from zero8.files.tags import locked, seal, verify

@@ -11,7 +11,7 @@ from small_optimizers import assert_equal, named_params
 from torch import nn
 
 import zero8
-from zero8.environment import numbers
+from zero8.environment import ranks
 from zero8.optimizer import stepper
 from zero8.optimizer.check import check_tensors
 from zero8.optimizer.states import HoldsStates
@@ -146,7 +146,7 @@ def test_cuda_optimizer_check_finite_waits_for_the_gpu(gpu, caplog):
 def test_cuda_optimizer_of_several_ranks_logs_instead_of_raising(gpu, monkeypatch, caplog):
     """GPUs of ranks are not equally far: one would raise, the others wait in a collective."""
     params, optimizer = made()
-    monkeypatch.setattr(numbers, "num_ranks", lambda: 2)
+    monkeypatch.setattr(ranks, "num_ranks", lambda: 2)
     monkeypatch.setattr(HoldsStates, "_are_on_gpus", lambda self: True)
     step_with_nan(params, optimizer)
     assert optimizer.nonfinite_blocks == 2

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from zero_worker import held
 
 from zero8 import Adam8bitBlockwise
-from zero8.environment.agree import gathered
+from zero8.environment.ranks import gathered
 from zero8.files import tags
 
 pytestmark = pytest.mark.integrations

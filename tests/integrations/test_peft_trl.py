@@ -26,7 +26,7 @@ from transformers.integrations.deepspeed import (
 )
 
 import zero8
-from zero8.environment.agree import gathered
+from zero8.environment.ranks import gathered
 from zero8.integrations import hf
 
 os.environ["HF_HUB_OFFLINE"] = "1"

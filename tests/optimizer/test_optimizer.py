@@ -7,7 +7,7 @@ from small_optimizers import param, run
 from torch import nn
 
 from zero8 import Adam8bitBlockwise, SGD8bitBlockwise
-from zero8.environment import numbers
+from zero8.environment import ranks
 from zero8.spec.codec import CODECS
 from zero8.state.tell import tell_once
 
@@ -101,7 +101,7 @@ def test_optimizer_tells_once_which_share_keeps_float32_moments(caplog, monkeypa
     assert told(*flat) == [("WARNING", "zero8: 20.0")]
     assert told((1000, 100), (1000,)) == [("INFO", "zero8: 1.0")]
     assert told((16, 4096), (4096, 16), (4000, 1, 3, 3)) == []
-    monkeypatch.setattr(numbers, "rank", lambda: 1)
+    monkeypatch.setattr(ranks, "rank", lambda: 1)
     assert told(*flat) == []
 
 

@@ -10,7 +10,7 @@ from ranks import free_port
 RUN = """
 import os, sys
 import torch.distributed
-from zero8.environment import agree
+from zero8.environment.ranks import gathered
 
 def become(rank):
     os.environ["RANK"] = str(rank)
@@ -30,7 +30,7 @@ for rank in range(2):
     ranks.append(os.fork())
     if not ranks[-1]:
         held = become(rank)
-        agree.gathered(1)
+        gathered(1)
         sys.exit()
 print([os.waitpid(rank, 0)[1] for rank in ranks], flush=True)
 """

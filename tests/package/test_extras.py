@@ -9,10 +9,10 @@ from processes import without
 import zero8
 from zero8 import cli
 from zero8.checkpoint.commands.command import HELP
-from zero8.environment import extras
+from zero8.environment import packages
 
 # Of the process and its forks; the import takes seconds, which each fork would.
-BASE_ONLY = f"{without(*extras.EXTRAS)}import torch.distributed.checkpoint"
+BASE_ONLY = f"{without(*packages.EXTRAS)}import torch.distributed.checkpoint"
 CLI = "import sys; from zero8 import cli; sys.exit(cli.main())"
 COMMANDS = ["", "doctor", "plan", "bench", "checkpoint", *(f"checkpoint {name}" for name in HELP)]
 

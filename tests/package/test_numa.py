@@ -15,7 +15,7 @@ from needs import need_guest
 from places import ROOT, SUPPORT
 
 from zero8 import doctor
-from zero8.environment import numa
+from zero8.environment import host_memory
 from zero8.op import build
 
 GPUS = {0x1B: 0, 0x9A: 1, 0xC0: -1}  # node by bus
@@ -50,7 +50,7 @@ def test_doctor_on_a_false_host_warns_of_what_is_slow(tmp_path, monkeypatch, cas
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{content}\n")
     found = [SimpleNamespace(pci_domain_id=0, pci_bus_id=bus, pci_device_id=0) for bus in gpus]
-    monkeypatch.setattr(numa, "SYSFS", tmp_path)
+    monkeypatch.setattr(host_memory, "SYSFS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: allowed)
     monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: len(gpus))
     monkeypatch.setattr(doctor.torch.cuda, "get_device_properties", found.__getitem__)

@@ -9,7 +9,7 @@ from doc_blocks import is_shown
 
 from zero8 import cli
 from zero8.plan.model import Model
-from zero8.plan.setup import Setup, with_deepspeed_config
+from zero8.plan.setup import Setup, with_ds_config
 from zero8.state.policy import Policy
 
 
@@ -39,7 +39,7 @@ def test_plan_of_a_deepspeed_config_takes_its_settings():
             "offload_param": {"device": "cpu"},
         },
     }
-    assert with_deepspeed_config(Setup(), config) == Setup(
+    assert with_ds_config(Setup(), config) == Setup(
         stage=3,
         offload="nvme",
         offload_params=True,

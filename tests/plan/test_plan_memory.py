@@ -17,7 +17,7 @@ from benchmarks.states import state_bytes
 from examples.gpt.engines import join_ranks
 from zero8.plan.memory import ROUNDING, Memory, cases_of, needs, rows_of, total
 from zero8.plan.model import Model
-from zero8.plan.setup import HOST, NVME, Setup, with_deepspeed_config
+from zero8.plan.setup import HOST, NVME, Setup, with_ds_config
 from zero8.plan.share import share_of
 from zero8.spec.codec import CODECS
 
@@ -197,7 +197,7 @@ def model_of(module) -> Model:
 
 def planned(case, world_size):
     """Return by name what is planned; of two rows of one name, on GPU and host, the host's."""
-    setup = with_deepspeed_config(Setup(world_size=world_size), config_of(*CASES[case]))
+    setup = with_ds_config(Setup(world_size=world_size), config_of(*CASES[case]))
     is_fp32 = CASES[case][3] == "AdamW"
     rows = sorted(rows_of(model_of(Stack()), setup), key=lambda row: row.place == HOST)
     return {row.what: row.fp32_bytes if is_fp32 else row.zero8_bytes for row in rows}
@@ -275,7 +275,7 @@ def test_plan_of_one_process_is_exactly_what_the_optimizer_holds(name, options, 
     optimizer.step()
     held = sum(row.state_bytes for row in optimizer.memory_report().rows)
     config = {"optimizer": {"type": kind, "params": options}, "zero_optimization": {"stage": stage}}
-    twins = with_deepspeed_config(Setup(), config).twins
+    twins = with_ds_config(Setup(), config).twins
     fp32, zero8_bytes = (share_of(model_of(module), one).moments_bytes for one in twins)
     assert zero8_bytes == held
     assert fp32 == 4 * len(optimizer.algorithm.moments) * model_of(module).numel

@@ -6,10 +6,10 @@ import json
 import pytest
 
 from zero8 import cli
-from zero8.environment.pinned_rounding import max_round_mib, rounding_bytes
+from zero8.environment.host_memory import max_round_mib, rounding_bytes
 from zero8.plan.memory import ROUNDING, rows_of
 from zero8.plan.model import Model
-from zero8.plan.setup import Setup, with_deepspeed_config
+from zero8.plan.setup import Setup, with_ds_config
 
 MIB, GIB = 2**20, 2**30
 
@@ -62,7 +62,7 @@ def added(setup):
         # step nine sub-groups have 3.74 GiB in 4, and the last 0.73 in 1.
         (Setup(stage=3), [(14.8 + 9 * 0.26 + 0.27, 14.8)]),
         (Setup(engine="fsdp2"), [(0, 0)]),  # matrices of 4096 x 4096, each by itself
-        (with_deepspeed_config(Setup(), {"zero_optimization": {"stage": 2}}), []),
+        (with_ds_config(Setup(), {"zero_optimization": {"stage": 2}}), []),
     ],
     ids=["zero2", "threshold", "not locked", "on the GPU", "zero3", "fsdp2", "config"],
 )

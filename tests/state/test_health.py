@@ -71,8 +71,8 @@ def test_health_clipped_updates_are_those_that_the_next_step_clips():
 
 
 def test_health_of_one_of_several_ranks_says_whose_it_is(monkeypatch):
-    monkeypatch.setattr(module.numbers, "num_ranks", lambda: 2)
-    monkeypatch.setattr(module.numbers, "rank", lambda: 1)
+    monkeypatch.setattr(module.ranks, "num_ranks", lambda: 2)
+    monkeypatch.setattr(module.ranks, "rank", lambda: 1)
     reports = Reports(stepped(), 1)
     names = reports.after(1)
     assert "zero8/rank1/state_bytes" in names and "zero8/rank1/step_ms" in names

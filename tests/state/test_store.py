@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from moment_samples import spread_values
 
-from zero8.environment import pages
+from zero8.environment import host_memory
 from zero8.op import kernel
 from zero8.spec.adam import ADAM
 from zero8.spec.codec import CODECS, codec_named, dequantize, quantize
@@ -177,7 +177,7 @@ PLACES = [(0, NUMEL), (1, NUMEL - 1), (4097, 5_000_000), (0, store.HUGE_PAGE_BYT
 @pytest.mark.parametrize(("start", "numel"), PLACES)
 def test_advise_huge_never_reaches_beyond_the_tensor(start, numel, monkeypatch):
     calls = []
-    monkeypatch.setattr(pages, "_madvise", lambda: lambda *call: calls.append(call))
+    monkeypatch.setattr(host_memory, "_madvise", lambda: lambda *call: calls.append(call))
     x = torch.empty(NUMEL, dtype=torch.uint8)[start : start + numel]
     assert store.advise_huge(x) is x
     assert len(calls) == (numel >= 2 * store.HUGE_PAGE_BYTES)

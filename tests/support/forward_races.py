@@ -16,7 +16,7 @@ from zero_worker import config, make_engine
 
 from benchmarks.engine.engines import join_ranks
 from zero8 import Adam8bitBlockwise
-from zero8.environment.behind import Behind
+from zero8.environment.worker import Behind
 
 SIZE = 768
 OWN_SUB_GROUPS = {"sub_group_size": SIZE**2, "stage3_param_persistence_threshold": 0}

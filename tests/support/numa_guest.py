@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from zero8 import Adam8bitBlockwise
-from zero8.environment.numa import Placement
+from zero8.environment.host_memory import Placement
 from zero8.state import store
 
 _MOVE_PAGES = 279  # linux/unistd.h of x86-64

@@ -14,8 +14,8 @@ import zero8
 from zero8.deepspeed import seam as seam_module
 from zero8.deepspeed import seams
 from zero8.deepspeed.seam import SEAMS
-from zero8.environment import versions
-from zero8.environment.versions import TESTED
+from zero8.environment import packages
+from zero8.environment.packages import TESTED
 from zero8.spec.adam import ADAM
 from zero8.state.keywords import OWN_KEYS
 
@@ -164,11 +164,11 @@ LOWEST, BEYOND = TESTED["deepspeed"]
     ("installed", "warned"), [("0.1", 1), (LOWEST, 0), (f"{LOWEST}+cpu", 0), (BEYOND, 1)]
 )
 def test_untested_version_of_deepspeed_warns_once(monkeypatch, recwarn, installed, warned):
-    monkeypatch.setattr(versions, "version", lambda name: installed)
-    versions.warn_if_untested.cache_clear()
+    monkeypatch.setattr(packages, "version", lambda name: installed)
+    packages.warn_if_untested.cache_clear()
     for _ in range(2):
-        versions.warn_if_untested("deepspeed")
-    versions.warn_if_untested.cache_clear()
+        packages.warn_if_untested("deepspeed")
+    packages.warn_if_untested.cache_clear()
     assert len(recwarn) == warned
     for warning in recwarn:
         assert all(known in str(warning.message) for known in (installed, LOWEST, BEYOND))

@@ -27,7 +27,7 @@ from ranks import error_of
 from torch.utils.checkpoint import checkpoint
 from zero_worker import Bag, base_optimizer, config, make_engine, pattern, take_step
 
-from zero8.environment import behind
+from zero8.environment import worker
 from zero8.environment.worker import Worker
 
 STEPS = 5
@@ -68,11 +68,11 @@ class Late(Worker):
 @contextmanager
 def late():
     """Have engines that are made in the block step as late as they can."""
-    behind.Worker = Late
+    worker.Worker = Late
     try:
         yield
     finally:
-        behind.Worker = Worker
+        worker.Worker = Worker
 
 
 def left_of(engine):

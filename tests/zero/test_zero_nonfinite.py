@@ -12,7 +12,7 @@ from ranks import on_ranks
 from zero_shards import put_together
 from zero_worker import MOMENTS, Bag, base_optimizer, config, held, make_engine, take_step
 
-from zero8.environment.agree import gathered
+from zero8.environment.ranks import gathered
 
 RANK = int(os.environ.get("RANK", 0))
 # bf16 without DeepSpeed's check: the step is taken.

@@ -13,7 +13,7 @@ from torch.nn import Linear
 from zero_worker import BF16_MASTERS, base_optimizer, config, make_engine, through_and_resumed
 
 from zero8 import Adam8bitBlockwise
-from zero8.environment.agree import gathered
+from zero8.environment.ranks import gathered
 
 NAME = "tied_modules.tied.weight"
 TIED, DOWN, UP = TiedLayerSpec("tied", Linear, 96, 96), (Linear, 96, 64), (Linear, 64, 96)

@@ -16,7 +16,7 @@ from torch import Tensor
 from zero8.deepspeed import claims
 from zero8.deepspeed.seam import ENGINE, is_ours, of_engine, rely_on, seam
 from zero8.deepspeed.settings import EngineSettings
-from zero8.environment.agree import gathered
+from zero8.environment.ranks import gathered
 from zero8.state.params import tied_names
 
 _engine: ContextVar[Any] = ContextVar("engine", default=None)

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zero8.deepspeed.moment_tensor import MomentTensor, has_moments, with_moments
 from zero8.deepspeed.nvme import beside
 from zero8.deepspeed.partition import group_of, table_of
-from zero8.environment.numbers import Group
+from zero8.environment.ranks import Group
 from zero8.spec.algorithm import Algorithm, MomentRule
 from zero8.spec.codec import Codec
 from zero8.spec.shown import shown_keys

@@ -33,7 +33,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from zero8.deepspeed.seam import ENGINE, STAGE3, of_engine, rely_on, replaced, seam
 from zero8.deepspeed.settings import EngineSettings
 from zero8.deepspeed.step import factor_of, leave_to_step, step_sub_group
-from zero8.environment.behind import Behind
+from zero8.environment.worker import Behind
 from zero8.state.tell import logger
 
 _UNSCALES = "unscale_and_clip_grads"

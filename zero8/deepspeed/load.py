@@ -19,7 +19,7 @@ from zero8.deepspeed.parameters import compared
 from zero8.deepspeed.save import reason_not_covered, tell_not_covered
 from zero8.deepspeed.seam import replaced
 from zero8.deepspeed.settings import SECTION, EngineSettings
-from zero8.environment.agree import from_rank_0, gathered, raise_together
+from zero8.environment.ranks import from_rank_0, gathered, raise_together
 from zero8.files import tags
 from zero8.files.manifest import Damage, Manifest
 from zero8.state.entries import param_states

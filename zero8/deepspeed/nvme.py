@@ -23,8 +23,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero8.deepspeed.seam import ENGINE, STAGE3, rely_on, replaced, seam
 from zero8.deepspeed.streaming import Stream, SubGroup
-from zero8.environment import numbers
-from zero8.environment.agree import raise_together
+from zero8.environment import ranks
+from zero8.environment.ranks import raise_together
 from zero8.files.scratch import mapped_tensor
 from zero8.state.tell import tell_once
 
@@ -115,7 +115,7 @@ def make_states(original: Callable, engine: Any, optimizer: Any) -> Any:
     """Make all states on a disk, so that a full one raises OSError on all ranks before a step."""
     zero = original(engine, optimizer)
     if zero in _disks:
-        if numbers.rank() == 0:
+        if ranks.rank() == 0:
             tell_once(
                 f"zero8: the optimizer is in files in {_disks[zero].folder}; aio, buffer_count "
                 "and the pipelines of DeepSpeed's swappers have no effect"

@@ -36,7 +36,7 @@ def page_locked_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if not num_bytes or get_active_native_pinned_memory() is not None:
         return accelerator.pin_empty(tuple(shape), dtype=dtype).zero_()  # is exact, too
     memory = _Registered(-1, num_bytes)
-    # Written first by the threads, and in the shares, that step it: see zero8.environment.numa.
+    # Written first by the threads, and in the shares, that step it: see `Placement`.
     result = torch.frombuffer(memory, dtype=dtype).view(tuple(shape)).zero_()
     address = result.data_ptr()
     if not accelerator.register_host_memory(address, num_bytes):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, distributed
 
-from zero8.environment.numbers import Group
+from zero8.environment.ranks import Group
 from zero8.state.table import Piece, PieceTable
 
 MakePiece = Callable[[Tensor, int, int, int], Piece]

@@ -19,7 +19,7 @@ from torch import distributed
 from zero8.deepspeed.layout import is_part
 from zero8.deepspeed.seam import replaced
 from zero8.deepspeed.settings import EngineSettings
-from zero8.environment.agree import from_rank_0, gathered
+from zero8.environment.ranks import from_rank_0, gathered
 from zero8.files import tags
 from zero8.files.atomic import sync_folder
 from zero8.files.manifest import File, Manifest

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from zero8.environment.versions import TESTED
+from zero8.environment.packages import TESTED
 
 ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 STAGE12 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"

@@ -16,7 +16,7 @@ from zero8.deepspeed import (  # noqa: F401 - each declares its seams
 # isort: split
 from zero8.deepspeed import in_forward  # noqa: F401 - the last: it waits before the others' patches
 from zero8.deepspeed.seam import ENGINE, SEAMS, Seam, classes, seam
-from zero8.environment.versions import warn_if_untested
+from zero8.environment.packages import warn_if_untested
 
 _SUPPORTED = "ZERO_SUPPORTED_OPTIMIZERS"
 

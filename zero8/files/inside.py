@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path, PurePosixPath
 
-from zero8.environment.pages import advise
+from zero8.environment.host_memory import advise
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a pipe would block.

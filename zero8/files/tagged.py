@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from zero8.environment.agree import from_rank_0, raise_together
+from zero8.environment.ranks import from_rank_0, raise_together
 from zero8.files import tags
 from zero8.files.manifest import paths_in
 

@@ -3,13 +3,13 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from zero8.checkpoint.read.statistics import NUM_CODES, saturated
-from zero8.environment import numbers
+from zero8.environment import ranks
 from zero8.optimizer.blockwise import BlockwiseOptimizer
 from zero8.optimizer.way_back import innermost
 from zero8.spec.adam import ADAM
@@ -25,6 +25,9 @@ MARGIN = 1.1
 """An update counts as clipped if it exceeds its bound by this factor."""
 RUN_NUMEL = 4096
 """The number of consecutive codes in a sample: at least a whole block."""
+
+Run = tuple[Tensor, Sequence[MomentStore], int, int, int]
+"""Consecutive codes: a parameter, its moments, the number of a piece, begin and end in it."""
 
 
 def health(optimizer: BlockwiseOptimizer) -> dict[str, float]:
@@ -47,66 +50,56 @@ def health(optimizer: BlockwiseOptimizer) -> dict[str, float]:
         optimizer: in plain PyTorch or FSDP2, or the one inside ZeRO's or Accelerate's wrappers.
     """
     moments = optimizer.all_moments()
-    stores = list(moments.values())
-    corrections = [optimizer.state[p].get("param_correction") for p in moments]
-    num_bytes = sum(local(x).nbytes for x in corrections if x is not None)
-    in_8bit = in_fp32 = 0
-    for pair in stores:
-        num_bytes += sum(store.nbytes for store in pair)
-        in_8bit += pair[0].table.size(quantized=True)
-        in_fp32 += pair[0].dense.numel()
+    stores = [store for of_one in moments.values() for store in of_one]
+    corrections = (optimizer.state[p].get("param_correction") for p in moments)
+    held = [*stores, *(local(x) for x in corrections if x is not None)]
+    in_8bit = sum(store.table.size(quantized=True) for store in stores)
+    in_fp32 = sum(store.dense.numel() for store in stores)
     values = {
-        "state_bytes": num_bytes,
+        "state_bytes": sum(one.nbytes for one in held),
         "share_8bit": in_8bit / max(1, in_8bit + in_fp32),
         "nonfinite_blocks": optimizer.nonfinite_blocks,
     }
+    runs = _runs(moments)
     counts: dict[MomentRule, Tensor] = {}
-    for _, of_one, number, begin, end in _runs(moments, SAMPLE_NUMEL):
-        for store in of_one:
+    for _, stores, number, begin, end in _sample(runs, SAMPLE_NUMEL):
+        for store in stores:
             codes = store.codes_of(number, begin, end).cpu()
             found = torch.bincount(codes, minlength=NUM_CODES)
             counts[store.rule] = counts.get(store.rule, 0) + found
     for rule, of_rule in counts.items():
         shares = saturated(optimizer.settings.codec.code_of(rule), of_rule)
         values |= {f"{rule.name}_{end}": share for end, share in shares.items()}
-    if optimizer.algorithm is ADAM and (share := _clipped(optimizer, moments)) is not None:
-        values["clipped"] = share
-    prefix = "zero8/" if numbers.num_ranks() == 1 else f"zero8/rank{numbers.rank()}/"
+    if optimizer.algorithm is ADAM and runs:
+        values["clipped"] = _clipped(optimizer, _sample(runs, UPDATES_NUMEL))
+    prefix = "zero8/" if ranks.num_ranks() == 1 else f"zero8/rank{ranks.rank()}/"
     return {prefix + name: float(value) for name, value in values.items()}
 
 
-def _clipped(
-    optimizer: BlockwiseOptimizer, moments: dict[Tensor, list[MomentStore]]
-) -> float | None:
-    """Return the share of updates that (R5) clips, neglecting eps; None without codes."""
+def _runs(moments: Mapping[Tensor, Sequence[MomentStore]]) -> list[Run]:
+    return [
+        (p, stores, number, begin, min(begin + RUN_NUMEL, piece.numel))
+        for p, stores in moments.items()
+        for number, piece in enumerate(stores[0].table.pieces)
+        if piece.is_quantized
+        for begin in range(0, piece.numel, RUN_NUMEL)
+    ]
+
+
+def _sample(runs: list[Run], numel: int) -> list[Run]:
+    return runs[:: max(1, math.ceil(len(runs) * RUN_NUMEL / numel))]
+
+
+def _clipped(optimizer: BlockwiseOptimizer, runs: list[Run]) -> float:
+    """Return the share of updates that (R5) clips, neglecting eps."""
     clipped = total = 0
-    for p, (m, v), number, begin, end in _runs(moments, UPDATES_NUMEL):
+    for p, (m, v), number, begin, end in runs:
         start = m.table.pieces[number].start + begin
         m, v = (store.read(start, end - begin).double() for store in (m, v))
         history = float(optimizer.state[p]["history"])
         clipped += int((m * m > MARGIN**2 * history * v).sum())
         total += end - begin
-    return clipped / total if total else None
-
-
-def _runs(
-    moments: Mapping[Tensor, Sequence[MomentStore]], sample_numel: int
-) -> Iterator[tuple[Tensor, Sequence[MomentStore], int, int, int]]:
-    """Yield runs of codes at equal distances: parameter, stores, number of a piece, begin, end."""
-    pieces = [
-        (p, stores, number, piece.numel)
-        for p, stores in moments.items()
-        for number, piece in enumerate(stores[0].table.pieces)
-        if piece.is_quantized
-    ]
-    num_runs = sum(math.ceil(numel / RUN_NUMEL) for *_, numel in pieces)
-    every = max(1, math.ceil(num_runs * RUN_NUMEL / sample_numel))
-    first = 0  # the number of the next run in the piece
-    for p, stores, number, numel in pieces:
-        num_runs = math.ceil(numel / RUN_NUMEL)
-        for run in range(first, num_runs, every):
-            yield p, stores, number, run * RUN_NUMEL, min((run + 1) * RUN_NUMEL, numel)
-        first = (first - num_runs) % every
+    return clipped / total
 
 
 class Reports:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero8.environment.versions import TESTED
+from zero8.environment.packages import TESTED
 from zero8.op import build
 from zero8.op.codec_maps import codec_maps
 from zero8.op.structs import (

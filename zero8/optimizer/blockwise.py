@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 
 from zero8.deepspeed import claims, seams
 from zero8.deepspeed.constructing import check_replaced, constructing_engine, global_shape
-from zero8.environment.versions import warn_if_untested
+from zero8.environment.packages import warn_if_untested
 from zero8.op import kernel
 from zero8.op.cuda import DEVICES
 from zero8.optimizer import notices

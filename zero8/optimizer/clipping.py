@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero8.environment import numbers
+from zero8.environment import ranks
 from zero8.op.kernel import module
 from zero8.op.structs import DTYPE_NUMBERS, NUMBERS
 from zero8.op.threads import alive
@@ -55,13 +55,13 @@ class GradFactor:
         self.value = value
 
 
-def total_norm(parts: Mapping[tuple[numbers.Group, ...], Sequence[Tensor]]) -> Tensor:
+def total_norm(parts: Mapping[tuple[ranks.Group, ...], Sequence[Tensor]]) -> Tensor:
     """Return the 2-norm of all gradients, each read once; 0-d float32 on the CPU.
 
     It is within 2^-23 of the exact norm, relatively, for any number of threads.  All ranks must
     call this with the same groups, over which sums are added, in the same order.
     """
-    squares = (numbers.total(sum_of_squares(grads), groups) for groups, grads in parts.items())
+    squares = (ranks.total(sum_of_squares(grads), groups) for groups, grads in parts.items())
     return torch.tensor(math.sqrt(math.fsum(squares)), dtype=torch.float32)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from zero8.deepspeed.seam import replaced
-from zero8.environment.behind import Behind
+from zero8.environment.worker import Behind
 from zero8.optimizer.batch import Batch, Begin
 from zero8.optimizer.clipping import GradFactor
 from zero8.spec.algorithm import Algorithm

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero8.environment import numbers
+from zero8.environment import ranks
 from zero8.spec.shown import shown_keys
 from zero8.state.entries import FIRST_ENTRIES, is_of_fp32, param_states
 
@@ -128,7 +128,7 @@ def _error_of_ranks(
     if not groups:
         return error
     # A rank that raised alone would leave the others in the collectives of the next step.
-    failed, some, none, last, first = numbers.largest(
+    failed, some, none, last, first = ranks.largest(
         [error is not None, of_fp32, not of_fp32, step, -step], groups
     )
     if error is None and failed:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero8.environment import numbers
+from zero8.environment import ranks
 from zero8.op import kernel
 from zero8.op.structs import DTYPE_NUMBERS, FLOAT32_MOMENTS
 from zero8.optimizer.batch import Batch, Group
@@ -157,24 +157,24 @@ class _Step:
         exchanges: list[Exchange] = self._among([None] * len(entries), whole) + agreed[key]
         return exchanges
 
-    def _among(self, ranks_of: Sequence[numbers.Group], units: Units) -> list[Exchange]:
+    def _among(self, ranks_of: Sequence[ranks.Group], units: Units) -> list[Exchange]:
         """Return how parameters step, process group by process group; None is this rank alone."""
         keys = [(one, group["ns_dtype"]) for one, group in zip(ranks_of, self.groups, strict=True)]
         first_in: dict[int, int] = {}
         for owner, group in enumerate(self.groups):
             first_in.setdefault(id(group), owner)
         exchanges: list[Exchange] = []
-        for ranks, setting in dict.fromkeys(keys):
+        for shared, setting in dict.fromkeys(keys):
             held = {
                 identity: unit.held(first_in[id(self.groups[unit.owner])])
                 for identity, unit in units.items()
-                if keys[unit.owner] == (ranks, setting)
+                if keys[unit.owner] == (shared, setting)
             }
             # Processors may differ, but all ranks have to send the same dtype.
             here = int(_dtype(setting, self._device) is torch.float32)
-            (is_float32,) = numbers.largest([here], [] if ranks is None else [ranks])
+            (is_float32,) = ranks.largest([here], [] if shared is None else [shared])
             dtype = torch.float32 if is_float32 else torch.bfloat16
-            exchanges += [(*one, dtype) for one in rounds_of(held, ranks, MAX_NUMEL)]
+            exchanges += [(*one, dtype) for one in rounds_of(held, shared, MAX_NUMEL)]
         return exchanges
 
     def _formed(self, units: Sequence[Unit], dtype: torch.dtype) -> Tensor:

@@ -4,7 +4,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 
-from zero8.environment import numbers
+from zero8.environment import ranks
 from zero8.op.kernel import BlockCounts
 
 logger = logging.getLogger("zero8")
@@ -57,9 +57,9 @@ class Ledger:
             "catch this error; to find the cause, run a backward in torch.autograd.detect_anomaly()"
         )
 
-    def check(self, groups: Sequence[numbers.Group]) -> None:
+    def check(self, groups: Sequence[ranks.Group]) -> None:
         """Raise FloatingPointError on all ranks of groups if there are blocks on any of them."""
-        if count := numbers.total(self.reported, groups):
+        if count := ranks.total(self.reported, groups):
             raise FloatingPointError(
                 f"{count} blocks met a non-finite gradient or moment so far (all ranks); they "
                 "were left unchanged"

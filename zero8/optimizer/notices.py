@@ -5,7 +5,7 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from zero8.environment import numbers
+from zero8.environment import ranks
 from zero8.state.params import ParamInfo
 from zero8.state.settings import Settings
 from zero8.state.tell import tell_once
@@ -29,7 +29,7 @@ def log_float32_shares(settings: Settings, infos: Collection[ParamInfo]) -> None
     shares = settings.policy.float32_shares(
         (info.name, info.shape, info.why_float32) for info in infos
     )
-    if not shares or numbers.rank() > 0:
+    if not shares or ranks.rank() > 0:
         return
     whole = sum(shares.values())
     reasons = ", ".join(f"{reason}: {share:.1%}" for reason, share in shares.items())
@@ -44,7 +44,7 @@ def log_float32_shares(settings: Settings, infos: Collection[ParamInfo]) -> None
 
 def warn_of_missing_decay(options: Mapping[str, Any]) -> None:
     """Warn that weight_decay is 0 by default, whereas torch's AdamW decays."""
-    if numbers.rank() == 0 and options.get("decoupled_weight_decay"):
+    if ranks.rank() == 0 and options.get("decoupled_weight_decay"):
         tell_once(
             "zero8: weight_decay is not given and is 0, where torch's AdamW has 0.01: pass "
             "weight_decay=0.01 to decay as it does, or weight_decay=0"
@@ -53,7 +53,7 @@ def warn_of_missing_decay(options: Mapping[str, Any]) -> None:
 
 def tell_of_l2(class_name: str, options: Mapping[str, Any]) -> None:
     """Say if a DeepSpeed config asks for Adam instead of AdamW."""
-    if numbers.rank() == 0 and not options["decoupled_weight_decay"]:
+    if ranks.rank() == 0 and not options["decoupled_weight_decay"]:
         tell_once(
             f"zero8: adam_w_mode is false, so {class_name} adds the weight decay to the gradient; "
             "DeepSpeed's AdamW ignores the key.  To go on as it does, leave adam_w_mode out"

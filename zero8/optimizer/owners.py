@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, distributed
 
 from zero8.environment.at_exit import wait_for_gloo_at_exit
-from zero8.environment.numbers import Group, device_of
+from zero8.environment.ranks import Group, device_of
 from zero8.spec.muon import matrices_of, multiplications
 
 Key = tuple[int, int]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zero8.deepspeed.flat_state import FlatPartition
-from zero8.environment import numbers
+from zero8.environment import ranks
 from zero8.optimizer.batch import Beside, Group
 from zero8.optimizer.check import check_new, check_replaceable
 from zero8.optimizer.loading import as_torch_casts
@@ -115,7 +115,7 @@ class HoldsStates(torch.optim.Optimizer):
         if not all(self.kind_of(*pair).raises_alone for pair in param_states(self.state).items()):
             return False
         # Ranks with equal gradients raise at the same step, unless the counts of a GPU arrive late.
-        return numbers.num_ranks() == 1 or not self._are_on_gpus()
+        return ranks.num_ranks() == 1 or not self._are_on_gpus()
 
     def _are_on_gpus(self) -> bool:
         return any(p.is_cuda for p in self._all_params())

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from zero8.environment.pinned_rounding import REMEDY_MIB, rounding_bytes, variable_of
+from zero8.environment.host_memory import REMEDY_MIB, rounding_bytes, variable_of
 from zero8.plan.model import Model
 from zero8.plan.setup import GPU, HOME, HOST, Setup, counted
 from zero8.plan.share import Share, share_of
@@ -49,83 +49,75 @@ class _Tensors(NamedTuple):
 
     place: str
     what: str
-    sizes_bytes: Sequence[int]
+    numels: Sequence[int]
+    each_bytes: int
     is_locked: bool = False
 
 
 def _held(model: Model, setup: Setup) -> Iterator[tuple[str, str, int]]:
     """Yield the place, name and bytes of all that a rank holds, also of what is empty."""
-    share, home = share_of(model, setup), HOME[setup.offload]
-    if setup.engine == "fsdp2":
-        tensors = [*_fsdp2(setup, share)]
-    elif setup.stage == 3:
-        tensors = [*_stage3(model, setup, share)]
-    else:
-        tensors = [*_stages_0_to_2(model, setup, share)]
-    locked = (one.sizes_bytes for one in tensors if one.place == HOST and one.is_locked)
-    for one in tensors:
-        yield one.place, one.what, sum(one.sizes_bytes)
+    share, home, rounding = share_of(model, setup), HOME[setup.offload], 0
+    by_engine = _stage3 if setup.stage == 3 else _stages_0_to_2
+    held = _fsdp2 if setup.engine == "fsdp2" else by_engine
+    for place, what, numels, each_bytes, is_locked in held(model, setup, share):
+        sizes = [each_bytes * numel for numel in numels]
+        yield place, what, sum(sizes)
+        if is_locked and place == HOST:
+            rounding += rounding_bytes(sizes, setup.max_round_mib)
     yield home, "moments", share.moments_bytes
     yield home, "corrections of bf16 weights", setup.correction_bytes * share.numel
-    yield HOST, ROUNDING, sum(rounding_bytes(sizes, setup.max_round_mib) for sizes in locked)
+    yield HOST, ROUNDING, rounding
 
 
-def _of_bytes(numels: Sequence[int], each_bytes: int) -> list[int]:
-    return [each_bytes * numel for numel in numels]
-
-
-def _fsdp2(setup: Setup, share: Share) -> Iterator[_Tensors]:
+def _fsdp2(_: Model, setup: Setup, share: Share) -> Iterator[_Tensors]:
     """Gradients are shards of the parameters' dtype; gathered weights are not counted."""
-    home, gradients = HOME[setup.offload], _of_bytes(share.numels, setup.master_bytes)
-    yield _Tensors(home, "weights", share.weights_bytes, setup.page_locks)
-    yield _Tensors(home, "gradients", gradients, setup.page_locks)
+    home, locks = HOME[setup.offload], setup.page_locks
+    yield _Tensors(home, "weights", share.weights_bytes, 1, locks)
+    yield _Tensors(home, "gradients", share.numels, setup.master_bytes, locks)
 
 
 def _stages_0_to_2(model: Model, setup: Setup, share: Share) -> Iterator[_Tensors]:
-    weight, master, numel = setup.weight_bytes, setup.master_bytes, share.numel
-    offloaded, locks = setup.offload != "none", setup.page_locks
-    padded = numel * (1 if setup.stage == 0 else setup.world_size)
-    yield _Tensors(GPU, "weights", [weight * padded])
-    if setup.stage < 2:
-        yield _Tensors(GPU, "gradients", [weight * padded])
-    elif not offloaded:
-        yield _Tensors(GPU, "gradients", [weight * numel])
+    weight, master, locks = setup.weight_bytes, setup.master_bytes, setup.page_locks
+    is_offloaded = setup.offload != "none"
+    padded = share.numel * (1 if setup.stage == 0 else setup.world_size)
+    yield _Tensors(GPU, "weights", [padded], weight)
+    if setup.stage < 2 or not is_offloaded:
+        yield _Tensors(GPU, "gradients", [padded if setup.stage < 2 else share.numel], weight)
     if setup.stage:
-        yield _buckets(setup, 2 if setup.overlap_comm else 1)
+        buckets = [setup.reduce_bucket_numel] * (2 if setup.overlap_comm else 1)
+        yield _Tensors(GPU, "buckets of gradients", buckets, weight)
     if setup.stage or setup.dtype != "fp32":
-        masters = _of_bytes(share.numels, master)
-        yield _Tensors(HOME[setup.offload], "master weights", masters, locks)
+        yield _Tensors(HOME[setup.offload], "master weights", share.numels, master, locks)
         yield _step_gradients(setup, share.numels)
-    if not offloaded:
+    if not is_offloaded:
         return
     # zero8 sends master weights of the model's own dtype from where they are.
-    sent = [] if setup.is_8bit and master == weight else _of_bytes(share.numels, weight)
-    yield _Tensors(HOST, "weights on their way", sent, locks)
-    yield _Tensors(HOST, "largest gradient", [weight * model.largest_numel], locks)
-    yield _Tensors(GPU, "largest gradient", [weight * model.largest_numel])
+    sent = [] if setup.is_8bit and master == weight else share.numels
+    yield _Tensors(HOST, "weights on their way", sent, weight, locks)
+    for place in (HOST, GPU):
+        yield _Tensors(place, "largest gradient", [model.largest_numel], weight, locks)
     if setup.accumulation_steps > 1 and master == 4:
-        sums = _of_bytes(share.touched, weight)
-        yield _Tensors(HOST, "accumulated gradients", sums, locks)
+        yield _Tensors(HOST, "accumulated gradients", share.touched, weight, locks)
 
 
 def _stage3(model: Model, setup: Setup, share: Share) -> Iterator[_Tensors]:
     weight, master, numel = setup.weight_bytes, setup.master_bytes, share.numel
-    home, is_offloaded = HOME[setup.offload], setup.offload != "none"
+    is_offloaded = setup.offload != "none"
     # A single rank gathers nothing unless its weights are offloaded.
     is_gathered = setup.world_size > 1 or setup.offload_params
-    gathered = min(setup.max_live_numel, model.numel) if is_gathered else 0
+    gathered = [min(setup.max_live_numel, model.numel)] if is_gathered else []
     sub_group = min(setup.sub_group_numel, numel)
-    weights_on = HOST if setup.offload_params else GPU
     # DeepSpeed page-locks these whatever its config says.
-    yield _Tensors(weights_on, "weights", [weight * numel], is_locked=True)
-    yield _Tensors(GPU, "gathered weights, at most", [weight * gathered])
-    yield _Tensors(HOST if is_offloaded else GPU, "gradients", [weight * numel], setup.page_locks)
-    yield _buckets(setup, 1)  # even if it overlaps
+    yield _Tensors(HOST if setup.offload_params else GPU, "weights", [numel], weight, True)
+    yield _Tensors(GPU, "gathered weights, at most", gathered, weight)
+    yield _Tensors(HOST if is_offloaded else GPU, "gradients", [numel], weight, setup.page_locks)
+    # One bucket, even if it overlaps.
+    yield _Tensors(GPU, "buckets of gradients", [setup.reduce_bucket_numel], weight)
     # Beside weights and gradients in host memory zero8 keeps no others, but sums of gradients.
     keeps_once = setup.is_8bit and is_offloaded
     has_one_weight = keeps_once and setup.offload_params and master == weight
-    masters = 0 if has_one_weight else master * numel
-    yield _Tensors(home, "master weights", [masters])
+    masters = 0 if has_one_weight else master
+    yield _Tensors(HOME[setup.offload], "master weights", [numel], masters)
     if keeps_once and setup.accumulation_steps == 1:
         stepped = []
     elif is_offloaded:
@@ -135,16 +127,17 @@ def _stage3(model: Model, setup: Setup, share: Share) -> Iterator[_Tensors]:
     yield _step_gradients(setup, stepped)
     if setup.offload == "nvme":
         # zero8 has three slots for the master weights and states of a sub-group.
-        slots = min(3 * sub_group, numel) * (masters + share.moments_bytes) // max(1, numel)
+        in_slots = masters * numel + share.moments_bytes
+        slots = min(3 * sub_group, numel) * in_slots // max(1, numel)
         buffers = slots if setup.is_8bit else master * sub_group * setup.buffer_count
-        yield _Tensors(HOST, "buffers of swapping", [buffers])
+        yield _Tensors(HOST, "buffers of swapping", [buffers], 1)
 
 
 def _step_gradients(setup: Setup, numels: Sequence[int]) -> _Tensors:
     """Return the gradients that the step reads; narrow ones are allocated exactly."""
-    sizes = _of_bytes(numels, setup.grad_bytes)
     is_locked = setup.page_locks and setup.grad_bytes == setup.master_bytes
-    return _Tensors(HOME[setup.offload], "gradients of the step", sizes, is_locked)
+    place = HOME[setup.offload]
+    return _Tensors(place, "gradients of the step", numels, setup.grad_bytes, is_locked)
 
 
 def _sub_groups(numels: Sequence[int], sub_group_numel: int) -> list[int]:
@@ -157,11 +150,6 @@ def _sub_groups(numels: Sequence[int], sub_group_numel: int) -> list[int]:
     return groups
 
 
-def _buckets(setup: Setup, count: int) -> _Tensors:
-    num_bytes = count * setup.weight_bytes * setup.reduce_bucket_numel
-    return _Tensors(GPU, "buckets of gradients", [num_bytes])
-
-
 # --- Whether a run fits --------------------------------------------------------------------------
 
 
@@ -169,8 +157,8 @@ def _buckets(setup: Setup, count: int) -> _Tensors:
 class Memory:
     """Bytes of each host and of each GPU: what a run needs, or what there is; None if unknown."""
 
-    host_bytes: int | None
-    gpu_bytes: int | None
+    host_bytes: int | None = None
+    gpu_bytes: int | None = None
 
     def fits(self, there: "Memory") -> bool:
         """Return whether this need is within what there is."""
@@ -215,8 +203,8 @@ def _changes(setup: Setup) -> Iterator[tuple[str, dict]]:
     offload = {"offload": "cpu", "stage": stage}
     yield f"states in host memory (--offload cpu --stage {stage})", offload
     if setup.dtype != "fp32":
-        yield "24-bit master weights (--dtype 24-bit-masters)", {"dtype": "24-bit-masters"}
-        yield "bfloat16 master weights (--dtype bf16-masters)", {"dtype": "bf16-masters"}
+        for what, dtype in (("24-bit", "24-bit-masters"), ("bfloat16", "bf16-masters")):
+            yield f"{what} master weights (--dtype {dtype})", {"dtype": dtype}
     yield "ZeRO stage 3 (--stage 3)", {"stage": 3}
     yield "states on NVMe (--stage 3 --offload nvme)", {"stage": 3, "offload": "nvme"}
     fsdp2 = {"engine": "fsdp2", "offload_params": False}

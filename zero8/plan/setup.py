@@ -174,7 +174,7 @@ def counted(number: int, noun: str) -> str:
 # --- A DeepSpeed config --------------------------------------------------------------------------
 
 
-def with_deepspeed_config(setup: Setup, config: dict) -> Setup:
+def with_ds_config(setup: Setup, config: dict) -> Setup:
     """Return a setup with the settings of a DeepSpeed config."""
     zero = config.get("zero_optimization", {})
     offload = zero.get("offload_optimizer") or {}

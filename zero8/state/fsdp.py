@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zero8.environment.numbers import Group
+from zero8.environment.ranks import Group
 from zero8.state.extent import Extent, local, local_grad
 from zero8.state.header import Entries
 from zero8.state.kind import Contents

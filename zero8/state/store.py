@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zero8.environment.pages import advise
+from zero8.environment.host_memory import advise
 from zero8.op import kernel
 from zero8.op.kernel import CodedMoment
 from zero8.spec.algorithm import MomentRule

@@ -4,7 +4,7 @@
 import logging
 from functools import cache
 
-from zero8.environment import numbers
+from zero8.environment import ranks
 from zero8.spec.codec import Codec
 
 logger = logging.getLogger("zero8")
@@ -22,7 +22,7 @@ def tell_once(message: str) -> None:
 def tell_of_reencoding(saved: Form, kept: Form) -> None:
     """Say on rank 0 that a load has encoded moments in another form than the saved one."""
     forms = _words(*saved), _words(*kept)
-    if forms[0] != forms[1] and numbers.rank() == 0:
+    if forms[0] != forms[1] and ranks.rank() == 0:
         tell_once(
             f"zero8: moments were saved with {forms[0]} and loaded with {forms[1]}, the "
             "optimizer's settings: each is within half a code of the saved one; to keep the saved "

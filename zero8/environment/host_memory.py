@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nodes of a host's memory (NUMA), as Linux's sysfs has them.
+"""The memory of a host: its nodes (NUMA), advice on its pages, and torch's page-locked memory."""
 
-A page is on the node of the thread that touches it first.  States, those that are loaded too, are
-written first in the shares of a step's threads.  What DeepSpeed and torch make is where the thread
-that made it ran: everything is near only to ranks whose threads are all on one node.
-"""
-
-from collections.abc import Iterable, Sequence
+import ctypes
+import mmap
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+REMEDY_MIB = 64
+"""A threshold of rounding, above which what is not rounded is all that matters."""
 
 SYSFS = Path("/sys")
 _REMEDY = (
@@ -19,7 +23,11 @@ _REMEDY = (
 
 
 class Placement(NamedTuple):
-    """Where a process and its GPUs are.
+    """The nodes of a process and its GPUs, as Linux's sysfs has them.
+
+    A page is on the node of the thread that touches it first.  States, those that are loaded too,
+    are written first in the shares of a step's threads.  What DeepSpeed and torch make is where the
+    thread that made it ran: everything is near only to ranks whose threads are all on one node.
 
     Attributes:
         nodes: the host's nodes that have processors and memory.
@@ -79,3 +87,44 @@ def _numbers(path: Path) -> set[int]:
 
 def _shown(nodes: Iterable[int | None]) -> str:
     return ", ".join("an unknown one" if node is None else str(node) for node in nodes)
+
+
+def advise(begin: int, num_bytes: int, advice: int) -> None:
+    """Give advice, a constant MADV_* of `mmap`, on the pages at an address; none elsewhere."""
+    begin, end = begin // mmap.PAGESIZE * mmap.PAGESIZE, begin + num_bytes
+    if sys.platform == "linux" and begin < end:
+        _madvise()(begin, end - begin, advice)
+
+
+@cache
+def _madvise() -> Callable[[int, int, int], int]:
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return madvise
+
+
+def rounding_bytes(sizes_bytes: Iterable[int], max_round_mib: int | None) -> int:
+    """Return what torch's allocator adds to page-locked tensors of these sizes.
+
+    It rounds each up to a power of two of bytes, unless it has more than
+    `pinned_max_round_threshold_mb` of PYTORCH_ALLOC_CONF (torch 2.13,
+    ATen/core/CachingHostAllocator.h).
+    """
+    limit = None if max_round_mib is None else max_round_mib * 2**20
+    return sum(
+        count * ((1 << (size - 1).bit_length()) - size)
+        for size, count in Counter(sizes_bytes).items()
+        if size and (limit is None or size <= limit)
+    )
+
+
+def variable_of(max_round_mib: int) -> str:
+    """Return the setting of a threshold as an environment has it."""
+    return f"PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:{max_round_mib}"
+
+
+def max_round_mib(environment: Mapping[str, str]) -> int | None:
+    """Return the threshold that torch would read from an environment, None if there is none."""
+    text = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    found = re.search(r"\bpinned_max_round_threshold_mb:(\d+)", text)
+    return int(found[1]) if found else None

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packages that only some commands need, and the extra of zero8 that installs each."""
+"""Other packages: the extra of zero8 that installs each, and the versions it was tested with."""
 
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
+from importlib.metadata import version
+
+from packaging.version import Version
 
 EXTRAS = {
     "cpuinfo": "bench",
@@ -30,3 +35,20 @@ def explained(program: str) -> Iterator[None]:
         line = f"{program}: needs {package}: pip install 'zero8[{EXTRAS[package]}]'"
         print(line, file=sys.stderr)
         raise SystemExit(FAILED) from error
+
+
+TESTED = {"torch": ("2.11", "2.16"), "deepspeed": ("0.19.8", "0.20")}
+"""The tested versions of each package: from the first to below the second."""
+
+
+@lru_cache
+def warn_if_untested(package: str) -> None:
+    """Warn, once, if the installed version of `package` is outside the tested range."""
+    lowest, beyond = TESTED[package]
+    installed = version(package)
+    if not Version(lowest) <= Version(installed) < Version(beyond):
+        warnings.warn(
+            f"zero8 was tested with {package} from {lowest} to below {beyond}, this is "
+            f"{installed}; if it fails: pip install '{package}>={lowest},<{beyond}'",
+            stacklevel=2,
+        )
