@@ -35,14 +35,16 @@ def test_fsdp2_step_behind_the_forward_has_the_bits_of_one_in_the_call(
     assert_same(got, expected)
 
 
-def test_fsdp2_step_that_fails_behind_the_forward_is_raised_by_the_next_on_all_ranks(
-    standing_ranks,
+@pytest.mark.parametrize(("way", "step"), [("step_in_forward", 2), ("step_in_backward", 1)])
+def test_fsdp2_step_that_fails_beside_the_calls_is_raised_by_the_next_on_all_ranks(
+    way, step, standing_ranks
 ):
-    mine, theirs = standing_ranks(2).run(fsdp_forward.failing)
-    assert mine == ["", "", "ValueError: bad", ""]
-    assert theirs[:2] == ["", ""] and theirs[3] == ""
-    assert theirs[2].startswith("ValueError: 1 other rank(s) could not take the optimizer's step")
-    assert theirs[2].endswith("rank 0: ValueError: bad")
+    mine, theirs = standing_ranks(2).run(fsdp_forward.failing, way=way)
+    assert mine[step] == "ValueError: bad"
+    told = theirs[step]
+    assert told.startswith("ValueError: 1 other rank(s) could not take the optimizer's step")
+    assert told.endswith("rank 0: ValueError: bad")
+    assert not any(text for raised in (mine, theirs) for text in raised[:step] + raised[step + 1 :])
 
 
 def test_step_in_forward_that_cannot_be_is_refused(standing_ranks):

@@ -136,25 +136,28 @@ def after_step(event: str, step: int, model, optimizer, steps) -> Iterator:
         steps.remove()
 
 
-def failing() -> list[str]:
-    """Return what each call of `step` raises, where the second step of rank 0 fails."""
+def failing(way: str) -> list[str]:
+    """Return what each call of `step` raises, where the second step of rank 0 fails.
+
+    `way` is the method by which the optimizer steps beside these calls.
+    """
     join_ranks()
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     for module in (*model, model):
         fully_shard(module, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
     optimizer = Adam8bitBlockwise(model.parameters(), lr=0.01, weight_decay=0.0)
-    steps, raised = optimizer.step_in_forward(model), []
+    steps, raised = getattr(optimizer, way)(model), []
     take_step = steps._take_step
+
+    def fail(*_) -> None:
+        raise ValueError("bad")
+
     for step in range(4):
-        model(torch.ones(2, 8)).sum().backward()
-
-        def fail(*_) -> None:
-            raise ValueError("bad")
-
         steps.wait()
         is_bad = step == 1 and torch.distributed.get_rank() == 0
         steps._take_step = fail if is_bad else take_step
+        model(torch.ones(2, 8)).sum().backward()
         try:
             optimizer.step()
             raised.append("")

@@ -93,27 +93,56 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_wait_for_all)
 
 
-class Behind:
-    """The steps of an optimizer behind the next forward: a thread, and the order of its units.
+class StepsBeside:
+    """Steps of an optimizer in a thread, beside the calls of `step`.
 
-    A unit, a number, is the step of what the forward gathers together.  Units are worked off in
-    the order in which the last forward needed them, and who gathers one waits for it.
-
-    If a unit fails, the rank keeps the error, and leaves the units after it undone.  Gathers go on
-    with these weights: a rank that raised alone would leave the others waiting.  `agree`, at the
-    next step, save or load, which all ranks enter, raises on all.  A single rank raises where it
-    waits next.
+    If one fails, the rank keeps the error: a rank that raised alone would leave the others waiting.
+    `agree`, at the next step, save or load, which all ranks enter, raises on all.  A single rank
+    raises where it waits next.
 
     Attributes:
         worker: the thread.
     """
 
+    def __init__(self, where: str):
+        """Start without work; `where` is for messages."""
+        self.worker, self._where = Worker("zero8-step"), where
+        self._is_agreed = True  # whether the ranks know of all errors
+
+    def wait(self) -> None:
+        """Wait for pending steps, as code must that reads or writes a parameter by itself."""
+        self.worker.wait_all()
+        self._raise_alone()
+
+    def agree(self, groups: Sequence[ranks.Group] = (None,)) -> None:
+        """Wait for all steps; raise on all ranks if one failed.  All ranks must call it.
+
+        `groups` are those that together reach the ranks, one after the other.
+        """
+        self.wait()
+        if not self._is_agreed:
+            self._is_agreed = True
+            what = f"take the optimizer's step {self._where}"
+            ranks.raise_together(self.worker.take_error(), what, groups)
+
+    def _raise_alone(self) -> None:
+        if ranks.num_ranks() == 1:
+            self.worker.raise_error()
+
+
+class Behind(StepsBeside):
+    """The steps of an optimizer behind the next forward, in the order of its units.
+
+    A unit, a number, is the step of what the forward gathers together.  Units are worked off in
+    the order in which the last forward needed them, and who gathers one waits for it.  If a unit
+    fails, those after it are left undone, and gathers go on with these weights.
+    """
+
     def __init__(self) -> None:
         """Start without work."""
-        self.worker = Worker("zero8-step")
+        super().__init__("behind the forward")
         self._used: dict[int, None] = {}  # since work was begun, in that order
         self._order: list[int] = []
-        self._is_agreed = True  # whether the ranks know of all errors
 
     def do(self, works: Mapping[int, Callable[[], None]]) -> None:
         """Begin the work of units, in the order in which the last forward needed them."""
@@ -131,26 +160,6 @@ class Behind:
         self.worker.wait(found)
         self._raise_alone()
 
-    def wait(self) -> None:
-        """Wait for pending steps, as code must that reads or writes a parameter by itself."""
-        self.worker.wait_all()
-        self._raise_alone()
-
-    def agree(self, groups: Sequence[ranks.Group] = (None,)) -> None:
-        """Wait for all units; raise on all ranks if one failed.  All ranks must call it.
-
-        `groups` are those that together reach the ranks, one after the other.
-        """
-        self.wait()
-        if not self._is_agreed:
-            self._is_agreed = True
-            what = "take the optimizer's step behind the forward"
-            ranks.raise_together(self.worker.take_error(), what, groups)
-
     def _do(self, work: Callable[[], None]) -> None:
         if self.worker.error is None:
             work()
-
-    def _raise_alone(self) -> None:
-        if ranks.num_ranks() == 1:
-            self.worker.raise_error()

@@ -100,8 +100,9 @@ class BeyondTorch(HoldsStates):
         """Step each parameter in the backward when its gradient arrives, and free the gradient.
 
         `step` then only waits for pending steps, and counts and reports as usual, so that
-        schedulers and hooks of steps work unchanged.  The bits are those of steps after the
-        backward.  On the CPU one thread steps while the backward goes on.
+        schedulers and hooks of steps work unchanged.  An error of a step is raised there, on all
+        ranks.  The bits are those of steps after the backward.  On the CPU one thread steps while
+        the backward goes on.
 
             optimizer.step_in_backward(model)
             for batch in batches:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from zero8.environment.worker import Worker
+from zero8.environment.worker import StepsBeside
 from zero8.optimizer.batch import overlap
 from zero8.state.extent import local
+from zero8.state.fsdp import process_groups
 from zero8.state.weights import values_of
 
 USED = (
@@ -56,25 +57,33 @@ class UsedGradient(Tensor):
         raise RuntimeError(USED)
 
 
-class InBackward:
+class InBackward(StepsBeside):
     """The hooks of an optimizer whose parameters step in the backward, and their pending steps."""
 
     def __init__(self, take_step: TakeStep):
         """Start without parameters."""
+        super().__init__("in the backward")
         self._take_step = take_step
         self._hooks: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
         self._used: list[Tensor] = []
         self._waiting_bytes, self._room = 0, threading.Condition()
-        self._worker: Worker | None = Worker("zero8-step")
+        self._is_removed = False
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Finish the last steps; from the next backward on, step also new parameters."""
-        self.finish()
-        self.watch(p for group in optimizer.param_groups for p in group["params"])
+        """Finish the last steps; from the next backward on, step also new parameters.
+
+        Raises on all ranks, which must call it, if a step of one has failed.
+        """
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        self._clear()
+        # On a GPU a step that fails raises in the backward; and no rank knows what others stepped.
+        self._is_agreed = all(p.device.type != "cpu" for p in params)
+        self.agree(process_groups(params))
+        self.watch(params)
 
     def watch(self, params: Iterable[Tensor]) -> None:
         """Step also these parameters from the next backward on."""
-        if self._worker is None:
+        if self._is_removed:
             return
         for p in params:
             if p not in self._hooks and p.requires_grad:
@@ -84,24 +93,16 @@ class InBackward:
         """Finish pending steps, and remove the hooks."""
         for hook in self._hooks.values():
             hook.remove()
-        self._hooks = {}
-        self.finish()
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
+        self._hooks, self._is_removed = {}, True
+        self._clear()
+        self.worker.close()
+        self.wait()
 
-    def wait(self) -> None:
-        """Wait for pending steps; raise the first exception that one has raised."""
-        if self._worker is not None:
-            self._worker.wait_all()
-            self._worker.raise_error()
-
-    def finish(self) -> None:
-        """Wait for pending steps, and clear used gradients for the next backward."""
+    def _clear(self) -> None:
+        """Clear used gradients for the next backward."""
         used, self._used = self._used, []
         for p in used:
             p.grad = None
-        self.wait()
 
     def _step(self, p: Tensor) -> None:
         if (grad := p.grad) is None:
@@ -114,12 +115,11 @@ class InBackward:
                 # Its stream may be another one, which reuses its memory as soon as it is freed.
                 mine.record_stream(torch.cuda.current_stream(mine.device))
             return
-        assert self._worker is not None, "the hooks are removed before it ends"
         num_bytes, arrival = local(grad).nbytes, arrival_of_gradient(p)
         with self._room:
             self._room.wait_for(lambda: self._has_room_for(num_bytes))
             self._waiting_bytes += num_bytes
-        self._worker.do(id(p), lambda: self._step_waiting(p, grad, num_bytes, arrival))
+        self.worker.do(id(p), lambda: self._step_waiting(p, grad, num_bytes, arrival))
 
     def _has_room_for(self, num_bytes: int) -> bool:
         return not self._waiting_bytes or self._waiting_bytes + num_bytes <= MOST_WAITING_BYTES
