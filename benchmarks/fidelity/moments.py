@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import zero8
-from benchmarks.fidelity.coded import CodedAdam, Pair
+from benchmarks.fidelity.coded import CodedAdam
 from benchmarks.fidelity.training import flat
 from zero8.spec.grid import BlockGrid
 from zero8.spec.packing import unpacked
@@ -29,9 +29,7 @@ def _second_moment(optimizer: Optimizer, p: Tensor) -> tuple[Tensor, Tensor]:
         return values, unpacked(store.codes, grid, 0, p.numel(), store.code.bits)
     state = optimizer.state[p]
     if isinstance(optimizer, CodedAdam):
-        code, codes = optimizer.code_of(p), state["codes"]["v"]
-        if isinstance(code, Pair):  # those of maps keep codes as they are
-            codes = code.v.codes(codes)
+        codes = optimizer.code_of(p).v.codes(state["codes"]["v"])
         return optimizer.moments(p)[1], codes.view(torch.uint8) if codes.itemsize == 1 else codes
     if "state2" in state:  # of bitsandbytes
         codes, scales = state["state2"], state["absmax2"]
