@@ -157,7 +157,7 @@ def markdown(result: dict) -> list[str]:
         f"ratio is the median over the rounds. {REMARKS[result['algorithm']]} The engine's step is "
         "everything from the last gradient to the next forward: `engine.step()`, or clipping and "
         "the optimizer's step. Sent are the bytes of rank 0 in a step, counted "
-        "(`benchmarks/engine/sent.py`).",
+        "(`benchmarks/engine/clocked.py`).",
     ]
 
 

@@ -12,9 +12,9 @@ from functools import partial
 
 from benchmarks import record
 from benchmarks.fidelity.coded import CodedAdam
-from benchmarks.fidelity.replay import replay
+from benchmarks.fidelity.runs import replay
 from benchmarks.fidelity.schemes import SCHEMES, Scheme
-from benchmarks.fidelity.text import TextTask
+from benchmarks.fidelity.tasks import TextTask
 from benchmarks.fidelity.training import Setting
 from benchmarks.maps.codes import GRAINS, LOG, NAMES, code_of
 from benchmarks.maps.figures import draw
