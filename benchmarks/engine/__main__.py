@@ -21,8 +21,7 @@ import torch
 
 from benchmarks import record
 from benchmarks.engine.clocked import Clocked
-from benchmarks.engine.contenders import CONTENDERS
-from benchmarks.engine.engines import DISK, ENGINES, SIDES, Case, join_ranks
+from benchmarks.engine.engines import CONTENDERS, DISK, ENGINES, SIDES, Case, join_ranks
 from zero8.bench import in_turns, multiple, spread, threads
 from zero8.environment import ranks
 from zero8.op import kernel

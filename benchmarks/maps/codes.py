@@ -12,7 +12,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.fidelity.coded import WHOLE, Code, Pair, Stored
+from benchmarks.fidelity.coded import WHOLE, Code, CodedAdam, Pair, Stored
+from benchmarks.fidelity.runs import replay
+from benchmarks.fidelity.schemes import SCHEMES, Scheme
+from benchmarks.fidelity.training import Setting
 from zero8.spec import dither
 from zero8.spec.codec import CODECS, dequantize, quantize
 from zero8.spec.grid import BlockGrid
@@ -98,3 +101,16 @@ def code_of(name: str, grain: str) -> Pair:
     """Return the code of a name in NAMES, with one scale per block or per tensor."""
     make = of_log if name == LOG else partial(of_map, MAPS[name])
     return Pair(make(GRAINS[grain], True), make(GRAINS[grain], False))
+
+
+CARRIED = {
+    (name, grain): Scheme(partial(CodedAdam, code_of(name, grain)))
+    for grain in GRAINS
+    for name in NAMES
+} | {(LOG, "block"): SCHEMES[LOG], ("dynamic of zero8", "block"): SCHEMES["dynamic"]}
+"""States that are kept for a whole run, by name and grain."""
+
+
+def carry(setting: Setting) -> list[dict]:
+    """Replay a setting's run with all of them.  Processes find them here: they are not pickled."""
+    return replay(setting, CARRIED)
