@@ -14,7 +14,7 @@ import torch
 
 import zero8
 from zero8.deepspeed import seams
-from zero8.environment.host_memory import REMEDY_MIB, Placement, max_round_mib, variable_of
+from zero8.environment.host_memory import UNROUNDED, Placement, max_round_mib
 from zero8.environment.packages import TESTED, tested
 from zero8.op import build, cuda, cuda_compile, kernel
 from zero8.op.threads import step_threads
@@ -167,7 +167,7 @@ def _page_locked(ds_config: Path | None, report: dict) -> dict | None:
     if threshold is None:
         report["warnings"].append(
             "torch rounds page-locked tensors up to powers of two of bytes; avoid it with "
-            f"{variable_of(REMEDY_MIB)} (torch 2.13), or with DS_PIN_MEMORY_BACKEND=native; "
+            f"{UNROUNDED} (torch 2.13), or with DS_PIN_MEMORY_BACKEND=native; "
             "zero8 plan --ds-config says how much it is"
         )
     return {"max_round_mib": threshold}

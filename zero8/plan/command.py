@@ -12,7 +12,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from zero8.environment.host_memory import REMEDY_MIB, max_round_mib, variable_of
+from zero8.environment.host_memory import UNROUNDED, max_round_mib
 from zero8.plan.memory import ROUNDING, Memory, cases_of, needs, rows_of
 from zero8.plan.model import Model
 from zero8.plan.setup import BY_NAME, CHOICES, GPU, HOST, NVME, Setup, counted, with_ds_config
@@ -177,8 +177,7 @@ def _step_lines(result: dict, setup: Setup) -> Iterator[list[str]]:
 def _remarks(result: dict, setup: Setup, hardware: Hardware) -> Iterator[str]:
     yield "Not counted: activations, and what CUDA and allocators add."
     if any(row["what"] == ROUNDING for row in result["memory"]):
-        remedy = variable_of(REMEDY_MIB)
-        yield f"torch does not round up large page-locked tensors with {remedy} (torch 2.13)."
+        yield f"torch does not round up large page-locked tensors with {UNROUNDED} (torch 2.13)."
     if result["zero8"]["step"]["seconds"] is None:
         yield "Step time: not estimated on GPUs, for Muon and for INT8 weights."
         return
