@@ -38,12 +38,6 @@ def rows_of(model: Model, setup: Setup) -> list[Row]:
     return [Row(*key, *both) for key, both in rows.items() if any(both)]
 
 
-def total(rows: list[Row], place: str) -> tuple[int, int]:
-    """Return the bytes of a rank in a place, with an fp32 Adam and with zero8."""
-    here = [row for row in rows if row.place == place]
-    return sum(row.fp32_bytes for row in here), sum(row.zero8_bytes for row in here)
-
-
 class _Tensors(NamedTuple):
     """Tensors of one rank; torch rounds those up that are page-locked in host memory."""
 
