@@ -86,7 +86,3 @@ def _print(text: str) -> None:
     except BrokenPipeError:
         # Python flushes again at exit, which would print an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

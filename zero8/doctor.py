@@ -11,12 +11,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from packaging.specifiers import SpecifierSet
 
 import zero8
 from zero8.deepspeed import seams
-from zero8.environment.host_memory import REMEDY_MIB, Placement, max_round_mib, variable_of
-from zero8.environment.packages import TESTED
+from zero8.environment.host_memory import UNROUNDED, Placement, max_round_mib
+from zero8.environment.packages import TESTED, tested
 from zero8.op import build, cuda, cuda_compile, kernel
 from zero8.op.threads import step_threads
 from zero8.optimizer.elementwise import Adam8bitBlockwise
@@ -74,19 +73,15 @@ def as_text(report: dict) -> str:
 
 def _versions(report: dict) -> dict:
     """Return each version and whether it is in the tested range."""
-    tested = {k: v for k, v in TESTED.items() if k != "deepspeed" or report["deepspeed"]}
-    found = {"python": platform.python_version(), "zero8": zero8.__version__}
-    found |= {name: metadata.version(name) for name in tested}
-    versions: dict = {}
-    for name, installed in found.items():
-        versions[name], text = {"installed": installed}, installed
-        if name in tested:
-            expected = ">={},<{}".format(*tested[name])
-            fits = SpecifierSet(expected).contains(installed, prereleases=True)
-            versions[name] |= {"tested": expected, "fits": fits}
-            text += f" ({'tested' if fits else 'UNTESTED, tested are'} {expected})"
-            report["warnings"] += [f"{name} {installed} is untested: {expected}"] * (not fits)
-        report["lines"].append((name, text))
+    versions: dict = {"python": platform.python_version(), "zero8": zero8.__version__}
+    report["lines"] += versions.items()
+    versions = {name: {"installed": installed} for name, installed in versions.items()}
+    for name in TESTED if report["deepspeed"] else TESTED.keys() - {"deepspeed"}:
+        installed, expected, fits = tested(name)
+        versions[name] = {"installed": installed, "tested": expected, "fits": fits}
+        verdict = "tested" if fits else "UNTESTED, tested are"
+        report["lines"].append((name, f"{installed} ({verdict} {expected})"))
+        report["warnings"] += [f"{name} {installed} is untested: {expected}"] * (not fits)
     return versions
 
 
@@ -172,7 +167,7 @@ def _page_locked(ds_config: Path | None, report: dict) -> dict | None:
     if threshold is None:
         report["warnings"].append(
             "torch rounds page-locked tensors up to powers of two of bytes; avoid it with "
-            f"{variable_of(REMEDY_MIB)} (torch 2.13), or with DS_PIN_MEMORY_BACKEND=native; "
+            f"{UNROUNDED} (torch 2.13), or with DS_PIN_MEMORY_BACKEND=native; "
             "zero8 plan --ds-config says how much it is"
         )
     return {"max_round_mib": threshold}

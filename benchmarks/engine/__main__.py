@@ -21,8 +21,7 @@ import torch
 
 from benchmarks import record
 from benchmarks.engine.clocked import Clocked
-from benchmarks.engine.contenders import CONTENDERS
-from benchmarks.engine.engines import DISK, ENGINES, SIDES, Case, join_ranks
+from benchmarks.engine.engines import CONTENDERS, DISK, ENGINES, SIDES, Case, join_ranks
 from zero8.bench import in_turns, multiple, spread, threads
 from zero8.environment import ranks
 from zero8.op import kernel
@@ -157,7 +156,7 @@ def markdown(result: dict) -> list[str]:
         f"ratio is the median over the rounds. {REMARKS[result['algorithm']]} The engine's step is "
         "everything from the last gradient to the next forward: `engine.step()`, or clipping and "
         "the optimizer's step. Sent are the bytes of rank 0 in a step, counted "
-        "(`benchmarks/engine/sent.py`).",
+        "(`benchmarks/engine/clocked.py`).",
     ]
 
 

@@ -15,6 +15,8 @@ EPS = 1e-8
 Named = list[tuple[str, nn.Parameter]]
 Stored = list[Tensor]
 """Codes, and the scales of their blocks."""
+WHOLE = 0
+"""The size of a block that is a whole tensor."""
 
 
 def adam_update(m: Tensor, v: Tensor, step: int, betas: tuple[float, float]) -> Tensor:
@@ -46,7 +48,7 @@ class Code:
         encode: returns codes of x, (blocks, block_size) float32, and scales, the first of which has
             a row per block; gets x and the number of the step.
         decode: turns these back.
-        block_size: of blocks that lie end to end; None: the rows of a matrix.
+        block_size: of blocks that lie end to end, or `WHOLE`; None: the rows of a matrix.
         bits: of a code; less than 8 are packed.
     """
 
@@ -57,7 +59,8 @@ class Code:
 
     def stored(self, x: Tensor, step: int) -> Stored:
         """Return what is kept of a moment."""
-        blocks = x.flatten(1) if self.block_size is None else x.reshape(-1, self.block_size)
+        is_by_row = self.block_size is None
+        blocks = x.flatten(1) if is_by_row else x.reshape(-1, self.block_size or x.numel())
         codes, *scales = self.encode(blocks, step)
         return [codes if self.bits == 8 else packed(codes.flatten().byte(), self.bits), *scales]
 
@@ -100,14 +103,14 @@ class CodedAdam(torch.optim.Optimizer):
 
     def __init__(
         self,
-        code: Any,
+        code: Pair,
         algorithm: str,
         named: Named,
         keywords: dict[str, Any],
         period: int | None = None,
         beta1: float | None = None,
     ):
-        """Keep the code, a `Pair` or one of `benchmarks.maps.codes`, which have the same methods.
+        """Keep the code.
 
         After `period` steps the state of a parameter starts anew; `beta1` is taken instead of that
         in the keywords.  What is between is what `benchmarks.fidelity.schemes.Scheme` gives.
@@ -115,7 +118,7 @@ class CodedAdam(torch.optim.Optimizer):
         self._code, self._period, self._beta1 = code, period, beta1
         super().__init__([p for _, p in named], keywords)
 
-    def code_of(self, p: Tensor) -> Any:
+    def code_of(self, p: Tensor) -> Pair:
         """Return the code of a parameter."""
         return self._code if p.numel() >= LEAST_NUMEL else Pair(FLOAT32, FLOAT32)
 

@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far updates are from those of fp32 states on the same gradients."""
+"""How far updates, and the second moments behind them, are from those of fp32 states."""
 
 import math
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+
+import zero8
+from benchmarks.fidelity.coded import CodedAdam
+from benchmarks.fidelity.training import flat
+from zero8.spec.grid import BlockGrid
+from zero8.spec.packing import unpacked
 
 
 class Errors:
@@ -72,3 +79,31 @@ class Stalls:
         """Return the share of elements that stood still, of those whose exact v moved by 1 %."""
         moved = (exact.last - exact._first).abs() > self.LEAST * exact._first
         return (self._same & moved).sum().item() / max(1, moved.sum().item())
+
+
+def second_moments(optimizer: Optimizer) -> tuple[Tensor, Tensor]:
+    """Return all stored v of an Adam, float32, and their codes, flat."""
+    pairs = [_second_moment(optimizer, p) for g in optimizer.param_groups for p in g["params"]]
+    values, codes = zip(*pairs, strict=True)
+    return flat(values), flat(codes)
+
+
+def _second_moment(optimizer: Optimizer, p: Tensor) -> tuple[Tensor, Tensor]:
+    if isinstance(optimizer, zero8.Adam8bitBlockwise):
+        store = optimizer.moments(p)[1]
+        values = store.read(0, p.numel())
+        if store.codec is None:
+            return values, values
+        grid = BlockGrid.of(tuple(p.shape), 256)
+        return values, unpacked(store.codes, grid, 0, p.numel(), store.code.bits)
+    state = optimizer.state[p]
+    if isinstance(optimizer, CodedAdam):
+        codes = optimizer.code_of(p).v.codes(state["codes"]["v"])
+        return optimizer.moments(p)[1], codes.view(torch.uint8) if codes.itemsize == 1 else codes
+    if "state2" in state:  # of bitsandbytes
+        codes, scales = state["state2"], state["absmax2"]
+        return state["qmap2"][codes.long()].view(-1, 256) * scales[:, None], codes
+    v = state["exp_avg_sq"]
+    if hasattr(v, "dequantize") and hasattr(v, "codes"):  # of torchao
+        return v.dequantize(), v.codes
+    return v.float(), v

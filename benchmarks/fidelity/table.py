@@ -3,12 +3,9 @@
 
 from dataclasses import replace
 
-from benchmarks.fidelity.embedding import EmbeddingTask
-from benchmarks.fidelity.ending import EndingTask
-from benchmarks.fidelity.images import ImageTask
 from benchmarks.fidelity.rivals import ADAM_RIVALS, MUON_RIVALS
 from benchmarks.fidelity.schemes import CONTROL, FP32, PEERS, WEIGHTS
-from benchmarks.fidelity.text import TextTask
+from benchmarks.fidelity.tasks import EmbeddingTask, EndingTask, ImageTask, TextTask
 from benchmarks.fidelity.training import Setting
 from zero8.spec.codec import CODECS
 

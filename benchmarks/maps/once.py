@@ -10,9 +10,9 @@ import math
 import torch
 from torch import Tensor
 
-from benchmarks.fidelity.coded import adam_update
+from benchmarks.fidelity.coded import Pair, adam_update
 from benchmarks.fidelity.training import Gradients, Setting
-from benchmarks.maps.codes import GRAINS, NAMES, LogCode, MapCode, blocks, code_of
+from benchmarks.maps.codes import GRAINS, NAMES, code_of
 
 NUM_CODES = 256
 LARGE = 0.1  # of relative errors
@@ -77,17 +77,14 @@ def _sums(pair: Tensor, weights: Tensor | None = None) -> Tensor:
     return sums.view(NUM_CODES, NUM_CODES)
 
 
-def positions(codes: Tensor) -> Tensor:
-    """Return the places of codes among 256 in the order of their values, int64."""
-    return codes.long() + 128 * (codes.dtype == torch.int8)
-
-
-def add_moments(tally: PairTally, code: MapCode | LogCode, moments, step: int, betas) -> None:
+def add_moments(tally: PairTally, pair: Pair, moments, step: int, betas) -> None:
     """Encode and decode both moments of one matrix, and add its elements to a tally."""
-    m, v = (blocks(x, code.block_size) for x in moments)
-    state = code.encode(m, v, step)
-    update = adam_update(*code.decode(state), step, betas)
-    codes = positions(state["m"]), positions(state["v"])
+    state = pair.encode(*moments, step)
+    read = pair.decode(state)
+    update = adam_update(*read, step, betas)
+    m, v = (x.view_as(blocks) for x, blocks in zip(moments, read, strict=True))
+    # The places of codes in the order of their values.
+    codes = (state[x][0].long() + 128 * (state[x][0].dtype == torch.int8) for x in "mv")
     tally.add(*codes, update, adam_update(m, v, step, betas))
 
 

@@ -18,11 +18,12 @@ from benchmarks.step.contenders import (
     Contender,
     Params,
     copies,
+    cpu_ns,
+    gpu_ns,
     peer_contenders,
     zero8_contenders,
 )
 from benchmarks.step.peers import PEERS
-from benchmarks.step.timing import cpu_ns, gpu_ns
 from zero8.bench import COLUMNS, in_turns, multiple, spread, threads
 from zero8.op import kernel
 from zero8.spec.codec import CODECS

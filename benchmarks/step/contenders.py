@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The steps that are timed: zero8's, other optimizers', and copies as their ceilings."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from benchmarks.states import plain_tensors
 from benchmarks.step.peers import CUDA_VARIANTS, PEERS, VARIANTS, Variant
 from zero8 import bench
-from zero8.bench import COLUMNS
+from zero8.bench import COLUMNS, wall_ns
 from zero8.optimizer.elementwise import OPTIMIZERS
 from zero8.spec.adam import ADAM
 from zero8.spec.ademamix import ADEMAMIX
@@ -36,6 +37,9 @@ HYPER: dict[str, dict[str, Any]] = {
 
 ZERO8 = {one.algorithm.name: one for one in OPTIMIZERS if one.algorithm.name in HYPER}
 """zero8's optimizers by name of the algorithm."""
+
+# For a GPU of up to 2.5 GHz this is a wait of at least 1.6 times the host's time.
+CYCLES_PER_NS = 4
 
 # Of peers that are tens of times slower.
 SLOW_NUMEL = 2**20
@@ -176,3 +180,28 @@ def copies(contenders: Sequence[Contender]) -> list[Contender]:
             move = bench.copy(int(one.bytes_per_param * numel), one.param.device)
             found[key] = Contender("copy", one.variant, one.param, one.states, move)
     return list(found.values())
+
+
+def cpu_ns(call: Callable[[], object]) -> tuple[int, int]:
+    """Return the wall time of a call twice, for the host does it all."""
+    return (taken_ns := wall_ns(call)), taken_ns
+
+
+def gpu_ns(call: Callable[[], object]) -> tuple[float, int]:
+    """Return the GPU's time of a call, and the host's without waiting for it.
+
+    The GPU sleeps until the host has launched everything, as if behind the long queue of a
+    training.  If a call waits for the GPU itself, that wait is included.
+    """
+    torch.cuda.synchronize()
+    asked = time.perf_counter_ns()
+    call()
+    host_ns = time.perf_counter_ns() - asked
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(CYCLES_PER_NS * host_ns)
+    began.record()
+    call()
+    ended.record()
+    ended.synchronize()
+    return 1e6 * began.elapsed_time(ended), host_ns

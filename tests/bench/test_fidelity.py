@@ -10,10 +10,10 @@ import torch
 
 from benchmarks.fidelity import __main__ as command
 from benchmarks.fidelity import rivals
-from benchmarks.fidelity.replay import replay
+from benchmarks.fidelity.runs import replay
 from benchmarks.fidelity.schemes import CONTROL, FP32, PEERS, RIVALS, usable
 from benchmarks.fidelity.table import SETTINGS
-from benchmarks.fidelity.text import TextTask
+from benchmarks.fidelity.tasks import TextTask
 from benchmarks.fidelity.training import Setting
 from examples.gpt.model import GPTConfig
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import low_bit
-from benchmarks.fidelity.text import TextTask
+from benchmarks.fidelity.tasks import TextTask
 from benchmarks.maps import __main__ as command
 from benchmarks.maps.codes import GRAINS, NAMES, quantile
 from examples.gpt.model import GPTConfig

@@ -9,7 +9,7 @@ from ranks import run_ranks
 
 from benchmarks import host_memory
 from benchmarks.engine import __main__ as engine_command
-from benchmarks.engine import contenders, engines, in_forward
+from benchmarks.engine import engines, in_forward
 from benchmarks.step import __main__ as step_command
 from benchmarks.step.contenders import ZERO8
 from zero8.spec.adam import ADAM
@@ -19,7 +19,7 @@ STREAMS = {
     "adam": {"fp32": 16, "bf16": 10, "bf16_corrected": 12},
     "sgd": {"fp32": 14, "bf16": 8, "bf16_corrected": 10},
 }
-CONTENDERS = contenders.CONTENDERS[ADAM.name]
+CONTENDERS = engines.CONTENDERS[ADAM.name]
 ENGINES = ("ZeRO-2", "ZeRO-3", "FSDP2")
 SIDE = 64
 

@@ -5,7 +5,7 @@ import pytest
 
 from zero8.plan.model import Model
 from zero8.plan.setup import Setup
-from zero8.plan.step_time import Hardware, steps_of
+from zero8.plan.step_time import Hardware, step_of
 
 MODEL = Model("", (("a", (4096, 4096)), ("b", (4096, 4096))))
 STATES = 2 + 12 / 256  # codes, and three float32 scales per block
@@ -13,7 +13,7 @@ STATES = 2 + 12 / 256  # codes, and three float32 scales per block
 
 def steps(cores=64, **settings):
     hardware = Hardware(cores=cores, gb_per_s=100.0, core_ns=(2.0, 1.0), nvme_gb_per_s=5.0)
-    return steps_of(MODEL, Setup(**settings), hardware)
+    return [step_of(MODEL, one, hardware) for one in Setup(**settings).twins]
 
 
 def per_param(name, **settings):

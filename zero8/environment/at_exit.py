@@ -40,15 +40,12 @@ def _wait() -> None:
     end = time.monotonic() + _LIMIT_S
     try:
         futex = _FUTEX[platform.machine()]
-        threads = [thread for thread in Path("/proc/self/task").iterdir() if _is_gloos(thread)]
+        names = Path("/proc/self/task").glob("*/comm")
+        threads = [name.parent for name in names if name.read_text() == "pt_gloo_runloop\n"]
         while not all(_is_idle(thread, futex) for thread in threads) and time.monotonic() < end:
             time.sleep(0.001)  # other threads can take Python's lock
     except (KeyError, OSError):
         time.sleep(_PAUSE_S)
-
-
-def _is_gloos(thread: Path) -> bool:
-    return (thread / "comm").read_text() == "pt_gloo_runloop\n"
 
 
 def _is_idle(thread: Path, futex: int) -> bool:

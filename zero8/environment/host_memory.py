@@ -4,15 +4,16 @@
 import ctypes
 import mmap
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-REMEDY_MIB = 64
+UNROUNDED_MIB = 64
 """A threshold of rounding, above which what is not rounded is all that matters."""
+UNROUNDED = f"PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:{UNROUNDED_MIB}"
+"""The same, as an environment has it."""
 
 SYSFS = Path("/sys")
 _REMEDY = (
@@ -90,9 +91,9 @@ def _shown(nodes: Iterable[int | None]) -> str:
 
 
 def advise(begin: int, num_bytes: int, advice: int) -> None:
-    """Give advice, a constant MADV_* of `mmap`, on the pages at an address; none elsewhere."""
+    """Give advice, a constant MADV_* of `mmap`, on the pages at an address."""
     begin, end = begin // mmap.PAGESIZE * mmap.PAGESIZE, begin + num_bytes
-    if sys.platform == "linux" and begin < end:
+    if begin < end:
         _madvise()(begin, end - begin, advice)
 
 
@@ -116,11 +117,6 @@ def rounding_bytes(sizes_bytes: Iterable[int], max_round_mib: int | None) -> int
         for size, count in Counter(sizes_bytes).items()
         if size and (limit is None or size <= limit)
     )
-
-
-def variable_of(max_round_mib: int) -> str:
-    """Return the setting of a threshold as an environment has it."""
-    return f"PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:{max_round_mib}"
 
 
 def max_round_mib(environment: Mapping[str, str]) -> int | None:

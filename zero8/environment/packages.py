@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from importlib.metadata import version
 
-from packaging.version import Version
+from packaging.specifiers import SpecifierSet
 
 EXTRAS = {
     "cpuinfo": "bench",
@@ -41,14 +41,19 @@ TESTED = {"torch": ("2.11", "2.16"), "deepspeed": ("0.19.8", "0.20")}
 """The tested versions of each package: from the first to below the second."""
 
 
+def tested(package: str) -> tuple[str, str, bool]:
+    """Return the installed version of a package, the tested ones, and whether it is one of them."""
+    installed, expected = version(package), ">={},<{}".format(*TESTED[package])
+    return installed, expected, SpecifierSet(expected).contains(installed, prereleases=True)
+
+
 @lru_cache
 def warn_if_untested(package: str) -> None:
     """Warn, once, if the installed version of `package` is outside the tested range."""
-    lowest, beyond = TESTED[package]
-    installed = version(package)
-    if not Version(lowest) <= Version(installed) < Version(beyond):
+    installed, expected, fits = tested(package)
+    if not fits:
         warnings.warn(
-            f"zero8 was tested with {package} from {lowest} to below {beyond}, this is "
-            f"{installed}; if it fails: pip install '{package}>={lowest},<{beyond}'",
+            f"zero8 was tested with {package}{expected}, this is {installed}; if it fails: "
+            f"pip install '{package}{expected}'",
             stacklevel=2,
         )

@@ -89,8 +89,7 @@ def _wait_for_all() -> None:
         worker.wait_all()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_wait_for_all)
+os.register_at_fork(before=_wait_for_all)
 
 
 class StepsBeside:

@@ -12,11 +12,11 @@ from typing import Any
 
 from tabulate import tabulate
 
-from zero8.environment.host_memory import REMEDY_MIB, max_round_mib, variable_of
+from zero8.environment.host_memory import UNROUNDED, max_round_mib
 from zero8.plan.memory import ROUNDING, Memory, cases_of, needs, rows_of
 from zero8.plan.model import Model
 from zero8.plan.setup import BY_NAME, CHOICES, GPU, HOST, NVME, Setup, counted, with_ds_config
-from zero8.plan.step_time import RECORD, Hardware, steps_of
+from zero8.plan.step_time import RECORD, Hardware, step_of
 from zero8.spec.codec import CODECS, DEFAULT_CODEC
 
 GIB = 2**30
@@ -90,9 +90,9 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict, str]:
         "hardware": asdict(hardware),
         "memory": [asdict(row) for row in rows_of(model, setup)],
     }
-    steps = steps_of(model, setup, hardware)
-    for name, one, step in zip(("fp32_adam", "zero8"), setup.twins, steps, strict=True):
-        result[name] = {"need": asdict(needs(model, one)), "step": asdict(step)}
+    for name, one in zip(("fp32_adam", "zero8"), setup.twins, strict=True):
+        step = asdict(step_of(model, one, hardware))
+        result[name] = {"need": asdict(needs(model, one)), "step": step}
     if limits := _those_of(Memory, given):
         there = Memory(**limits)
         result["limits"] = asdict(there)
@@ -177,8 +177,7 @@ def _step_lines(result: dict, setup: Setup) -> Iterator[list[str]]:
 def _remarks(result: dict, setup: Setup, hardware: Hardware) -> Iterator[str]:
     yield "Not counted: activations, and what CUDA and allocators add."
     if any(row["what"] == ROUNDING for row in result["memory"]):
-        remedy = variable_of(REMEDY_MIB)
-        yield f"torch does not round up large page-locked tensors with {remedy} (torch 2.13)."
+        yield f"torch does not round up large page-locked tensors with {UNROUNDED} (torch 2.13)."
     if result["zero8"]["step"]["seconds"] is None:
         yield "Step time: not estimated on GPUs, for Muon and for INT8 weights."
         return

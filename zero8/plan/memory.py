@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from zero8.environment.host_memory import REMEDY_MIB, rounding_bytes, variable_of
+from zero8.environment.host_memory import UNROUNDED, UNROUNDED_MIB, rounding_bytes
 from zero8.plan.model import Model
 from zero8.plan.setup import GPU, HOME, HOST, Setup, counted
 from zero8.plan.share import Share, share_of
@@ -36,12 +36,6 @@ def rows_of(model: Model, setup: Setup) -> list[Row]:
         for place, what, num_bytes in _held(model, one):
             rows.setdefault((place, what), [0, 0])[column] += num_bytes
     return [Row(*key, *both) for key, both in rows.items() if any(both)]
-
-
-def total(rows: list[Row], place: str) -> tuple[int, int]:
-    """Return the bytes of a rank in a place, with an fp32 Adam and with zero8."""
-    here = [row for row in rows if row.place == place]
-    return sum(row.fp32_bytes for row in here), sum(row.zero8_bytes for row in here)
 
 
 class _Tensors(NamedTuple):
@@ -197,8 +191,7 @@ def cases_of(model: Model, setup: Setup, there: Memory) -> list[tuple[str, Memor
 
 def _changes(setup: Setup) -> Iterator[tuple[str, dict]]:
     """Yield descriptions of changes, and for each the attributes of `Setup` to set."""
-    rounded = f"page-locked memory not rounded up ({variable_of(REMEDY_MIB)})"
-    yield rounded, {"max_round_mib": REMEDY_MIB}
+    yield f"page-locked memory not rounded up ({UNROUNDED})", {"max_round_mib": UNROUNDED_MIB}
     stage = setup.stage or 2
     offload = {"offload": "cpu", "stage": stage}
     yield f"states in host memory (--offload cpu --stage {stage})", offload

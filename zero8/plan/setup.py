@@ -15,7 +15,6 @@ from zero8.state.policy import Policy
 BY_NAME = {one.__name__: one for one in OPTIMIZERS}
 """zero8's optimizers by name."""
 
-PLAIN, INT8 = "plain", "int8"
 GPU, HOST, NVME = "GPU", "host", "NVMe"
 HOME = {"none": GPU, "cpu": HOST, "nvme": NVME}
 """The place of the optimizer's states, by what they are offloaded to."""
@@ -38,7 +37,7 @@ CHOICES = {
     "stage": (0, 1, 2, 3),
     "offload": tuple(HOME),
     "dtype": tuple(DTYPE_BYTES),
-    "weights": (PLAIN, INT8),
+    "weights": ("plain", "int8"),
 }
 
 
@@ -69,7 +68,7 @@ class Setup:
     offload: str = "cpu"
     offload_params: bool = False
     dtype: str = "bf16"
-    weights: str = PLAIN
+    weights: str = "plain"
     world_size: int = 1
     ranks_per_host: int = 8
     page_locks: bool = True
@@ -114,7 +113,7 @@ class Setup:
     @property
     def has_int8_weights(self) -> bool:
         """Whether linear layers have INT8 weights."""
-        return self.weights == INT8
+        return self.weights == "int8"
 
     @property
     def algorithm(self) -> Algorithm:

@@ -79,20 +79,14 @@ def _of_each_parameter(by_algorithm: ByAlgorithm, setup: Setup) -> Share:
     numels: list[int] = []
     weights_bytes: list[int] = []
     for algorithm, params in by_algorithm.items():
-        here_of = [_first_part(shape, setup) for _, shape in params]
-        numels += here_of
-        weights_bytes += map(partial(_weight_bytes, setup), params, here_of)
-        for param, count in _counted(params, setup).items():
-            here = _first_part(param[1], setup)
-            moments_bytes += count * _moments_bytes(setup, algorithm, param, 0, here)
+        shards = [_first_part(shape, setup) for _, shape in params]
+        numels += shards
+        weights_bytes += map(partial(_weight_bytes, setup), params, shards)
+        # Only `fp32_params` looks at names: without them, parameters of one shape count at once.
+        alike = [(name if setup.policy.fp32_params else "", shape) for name, shape in params]
+        for (param, numel), count in Counter(zip(alike, shards, strict=True)).items():
+            moments_bytes += count * _moments_bytes(setup, algorithm, param, 0, numel)
     return Share(tuple(numels), tuple(weights_bytes), (), moments_bytes)
-
-
-def _counted(params: Sequence[Param], setup: Setup) -> Counter[Param]:
-    """Return the parameters with their numbers, without names where these do not matter."""
-    if setup.policy.fp32_params or setup.has_int8_weights:
-        return Counter(params)
-    return Counter(("", shape) for _, shape in params)
 
 
 def _weight_bytes(setup: Setup, param: Param, numel: int) -> int:

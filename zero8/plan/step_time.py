@@ -6,6 +6,7 @@ A step over data in memory takes
     ns/param = max(ns of one core / cores, bytes per parameter / bandwidth)
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero8.plan.model import Model
@@ -31,7 +32,7 @@ class Hardware:
 
     cores: int = 64
     gb_per_s: float = 200.0
-    core_ns: tuple[float, float] | None = None
+    core_ns: Sequence[float] | None = None
     nvme_gb_per_s: float | None = None
 
     def core_ns_of(self, setup: Setup) -> float:
@@ -60,13 +61,8 @@ class Step:
     limit: str | None = None
 
 
-def steps_of(model: Model, setup: Setup, hardware: Hardware) -> tuple[Step, Step]:
-    """Return the step of an fp32 Adam and that of zero8."""
-    fp32, zero8 = (_step(model, one, hardware) for one in setup.twins)
-    return fp32, zero8
-
-
-def _step(model: Model, setup: Setup, on: Hardware) -> Step:
+def step_of(model: Model, setup: Setup, on: Hardware) -> Step:
+    """Return the step of one optimizer."""
     share = share_of(model, setup)
     grad_bytes = setup.grad_bytes * share.numel
     state_bytes = share.moments_bytes + setup.correction_bytes * share.numel

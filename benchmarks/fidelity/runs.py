@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replay: many schemes on the gradients of one run with fp32 states."""
+"""Runs: many schemes on the gradients of one with fp32 states, and trainings to the end."""
 
+import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from benchmarks.fidelity.errors import Errors, Stalls, sqrt_bias, sqrt_error
-from benchmarks.fidelity.moments import second_moments
+from benchmarks.fidelity.errors import Errors, Stalls, second_moments, sqrt_bias, sqrt_error
 from benchmarks.fidelity.schemes import FP32, FP32_WEIGHTS, SCHEMES, Rival, Scheme, values
-from benchmarks.fidelity.training import Gradients, Setting, flat
+from benchmarks.fidelity.training import MAX_NORM, Gradients, Setting, flat
 
 STALL_STEPS = 100
 
@@ -136,3 +137,39 @@ def replay(setting: Setting, schemes: Mapping[str, Scheme] = SCHEMES) -> list[di
         {"setting": setting.name, "scheme": name, **entrant.row(reference)}
         for name, entrant in entrants.items()
     ]
+
+
+def final_loss(setting: Setting, scheme: str, seed: int) -> float:
+    """Train with one scheme and return the validation loss.
+
+    The model computes in float32 from exactly the values of the weights that the scheme keeps.
+    """
+    model = setting.make_model(seed)
+    params = dict(model.named_parameters())
+    rival = Rival(SCHEMES[scheme], setting, params)
+    _hand_over(rival, params.values())
+    for step in range(setting.steps):
+        model.zero_grad()
+        model(*setting.task.batch(seed, step)).backward()
+        torch.nn.utils.clip_grad_norm_(params.values(), MAX_NORM)
+        rival.set_gradients([p.grad for p in params.values()])
+        setting.step(rival.optimizer, step)
+        _hand_over(rival, params.values())
+    return setting.task.validation_loss(model)
+
+
+@torch.no_grad()
+def _hand_over(rival: Rival, params) -> None:
+    for p, kept in zip(params, rival.params, strict=True):
+        p.copy_(values(kept))
+
+
+def loss_statistics(losses: list[float], fp32_losses: list[float]) -> dict:
+    """Return the statistics over seeds, and those of the differences between runs of one seed."""
+    differences = [loss - fp32 for loss, fp32 in zip(losses, fp32_losses, strict=True)]
+    return {
+        "val_losses": losses,
+        "val_loss_mean": statistics.mean(losses),
+        "difference_mean": statistics.mean(differences),
+        "difference_standard_error": statistics.stdev(differences) / math.sqrt(len(differences)),
+    }
